@@ -13,6 +13,7 @@ from jrb._core.steps import context_of
 from jrb._store.files import Folder
 from jrb._store.files import absolute as absolute_path
 from jrb._store.lock import Lock
+from jrb._store.opening import store_at
 from jrb._util import casting, checks
 from jrb._util.checks import MAX_EXPANSION, ExpansionLimit, declared_nbytes
 from jrb._util.display import table_html, table_text
@@ -54,6 +55,7 @@ __all__ = [
     "read_rows",
     "require",
     "spec_of",
+    "store_at",
     "table_html",
     "table_text",
     "tree_nbytes",

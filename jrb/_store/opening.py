@@ -86,6 +86,11 @@ def create(
     return store
 
 
+def store_at(path: str) -> Store | None:
+    """Returns the store at a path that this process writes; None if there is none."""
+    return writing.get(os.path.realpath(path))
+
+
 def _discard(path: str, process: int) -> None:
     if os.getpid() == process:
         with contextlib.suppress(OSError):

@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import time
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ import jax
 import numpy as np
 
 from jrb import checkpoint
-from jrb.authoring import Folder, Lock, absolute_path, checks, leaf_name, require
+from jrb.authoring import Folder, Lock, absolute_path, checks, leaf_name, require, store_at
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import LockedError
 from jrb.datasets.filling import Streams, streams, written
@@ -132,6 +131,7 @@ def _make_copy(
 
     The digest is written down with the rows, so that a copy of another dataset is refused.
     """
+    before = store_at(path)
     try:
         state = _open_copy(buffer, path, digest)
         if state is not None:
@@ -150,10 +150,11 @@ def _make_copy(
             state = with_parts(plain, state, buffer)
         checkpoint.save(path, buffer, state, extra=mark(flow.rows))
         return state
-    except BaseException as error:
+    except BaseException:
         # Else the frames of the exception, which a notebook keeps, would hold the lock.
-        state = None
-        traceback.clear_frames(error.__traceback__)
+        store = store_at(path)
+        if store is not None and store is not before:
+            store.close()
         raise
 
 
