@@ -81,6 +81,12 @@ def preprocess(
             f"jit: expected workers=0 and by='step', got workers={workers} and by={by!r}: a "
             "function of JAX is mapped over blocks of steps, in this process."
         )
+    # A pool of Python 3.11 may wait for ever when what it sends cannot be pickled.
+    if workers and not _can_be_sent(function):
+        raise TypeError(
+            f"function: expected one that other processes can import, got {function!r}. Put it at "
+            "the top of a module, or leave workers= out."
+        )
     rows = max(1, min(_MOST, _BLOCK // max(tree_nbytes(dataset.spec), 1)))
     if jit:
         call = _compiled(function, cast, dataset.spec, rows)
@@ -373,11 +379,16 @@ def _call_elsewhere(call: Callable[[Episode], Result], task: Episode) -> Result:
     result = call(task)
     if not isinstance(result, Failure):
         return result
-    error = result.error
-    try:
-        pickler: Any = reduction.ForkingPickler
-        pickler.loads(pickler.dumps(error))
-    except Exception:  # whatever its class raises
-        error = RuntimeError(repr(error))
+    error = result.error if _can_be_sent(result.error) else RuntimeError(repr(result.error))
     error.add_note("".join(traceback.format_exception(result.error)))
     return Failure(result.place, error)
+
+
+def _can_be_sent(thing: object) -> bool:
+    """Returns True if another process can receive something, which it imports by its name."""
+    try:
+        pickler: Any = reduction.ForkingPickler
+        pickler.loads(pickler.dumps(thing))
+    except Exception:  # whatever its classes raise
+        return False
+    return True
