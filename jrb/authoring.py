@@ -20,6 +20,7 @@ from jrb._util.display import table_html, table_text
 from jrb._util.pytree import check_like, leaf_name, leaf_names, spec_of
 from jrb._util.pytree import nbytes as tree_nbytes
 from jrb._util.wording import bytes_text, escaped_errors, printable, require
+from jrb._xla.callbacks import call_on_host
 from jrb._xla.compat import enable_x64
 from jrb._xla.dependencies import emptied, materialize, overwrite
 from jrb._xla.gather import read as read_rows
@@ -34,6 +35,7 @@ __all__ = [
     "absolute_path",
     "all_held",
     "bytes_text",
+    "call_on_host",
     "casting",
     "check_like",
     "checks",

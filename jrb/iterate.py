@@ -19,6 +19,7 @@ from jrb._core.validate import DonatedError, check_not_deleted
 from jrb._store.errors import StaleError
 from jrb._store.threads import Worker
 from jrb._util import checks
+from jrb._xla import compat
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.mix import Mix
 from jrb.samplers import WithoutReplacement
@@ -171,7 +172,7 @@ class Prefetch:
         # The thread keeps no reference to the iterator: one that is dropped ends it.
         self._queue = shared = _BatchQueue(depth)
         shared.owner = weakref.ref(self, shared.requests.put)  # of C: no interrupt comes between
-        work = functools.partial(_draw_ahead, shared, draw)
+        work = compat.with_settings(functools.partial(_draw_ahead, shared, draw))
         self._thread = shared.worker = Worker(work, "jrb-prefetch", daemon=True)
         shared.worker.start()
 

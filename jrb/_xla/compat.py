@@ -4,6 +4,7 @@ JAX 0.5 knows no axes of a mesh that are explicit, and no arrays that vary over 
 and not over others; functions that ask for these find none there.
 """
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,6 +19,15 @@ _HAS_MESH_IN_TYPES = hasattr(jax, "typeof")
 _CAST = getattr(lax, "pcast", None)
 _CAST_BEFORE = getattr(lax, "pvary", None)  # its name from JAX 0.6 on
 _IS_RECENT = jax.__version_info__ >= (0, 10)
+# What changes results, and may be set for one thread.
+_SETTINGS = (
+    "enable_x64",
+    "default_device",
+    "default_prng_impl",
+    "threefry_partitionable",
+    "default_matmul_precision",
+    "numpy_dtype_promotion",
+)
 _PATIENCE = 600_000  # milliseconds; of a process that has died one hears sooner
 
 # The dtype of what rows are gathered by. XLA is quicker with the first, but that of JAX 0.5 fails
@@ -26,14 +36,37 @@ INDEX = "uint32" if _IS_RECENT else "int32"
 
 
 def enable_x64() -> AbstractContextManager[Any]:
-    make = getattr(jax, "enable_x64", None)
-    if make is None:
-        make = importlib.import_module("jax.experimental").enable_x64
-    return make(True)
+    return _setting("enable_x64")(True)
 
 
 def is_x64() -> bool:
     return jax.dtypes.canonicalize_dtype("int64") == "int64"
+
+
+def with_settings(work: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that does this work in another thread, under the settings of this one.
+
+    What a `with` statement sets, such as `jax.enable_x64(True)`, JAX keeps for each thread: in
+    another one it would narrow 64-bit arrays without a word, or draw other numbers.
+    """
+    wanted = {name: getattr(jax.config, f"jax_{name}", None) for name in _SETTINGS}
+    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+
+    def run() -> None:
+        with contextlib.ExitStack() as settings:
+            for name, value in wanted.items():
+                if getattr(jax.config, f"jax_{name}", None) != value:
+                    settings.enter_context(_setting(name)(value))
+            if mesh is not None and not mesh.empty:
+                settings.enter_context(jax.set_mesh(mesh))
+            work()
+
+    return run
+
+
+def _setting(name: str) -> Callable[[Any], AbstractContextManager[Any]]:
+    found = getattr(jax, name, None)
+    return getattr(importlib.import_module("jax.experimental"), name) if found is None else found
 
 
 def types_of(tree: Any) -> Any:

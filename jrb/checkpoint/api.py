@@ -19,6 +19,7 @@ from jrb._store.opening import Progress, no_progress
 from jrb._store.threads import Worker
 from jrb._util import checks
 from jrb._util.wording import escaped_errors, printable
+from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import composite, descriptions, loading, manifest, saving, schema
 from jrb.checkpoint.composite import AnySnapshot, Several
@@ -213,7 +214,7 @@ class Save:
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._job: Job | int = 0  # a number where the save is over already
-        self._worker = Worker(self._finish, "jrb-save")
+        self._worker = Worker(compat.with_settings(self._finish), "jrb-save")
         self._was_raised = False  # by `wait`
 
     def _begin(self, open_job: Callable[[], Job | int]) -> None:

@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import io_callback
 
 from jrb._core.host_proxy import HostStorageProxy, UniqueSlots
 from jrb._store import table
 from jrb._store.errors import StaleError
 from jrb._util import casting, pytree
 from jrb._util.pytree import SpecKey
-from jrb._xla import compat, dependencies
+from jrb._xla import callbacks, compat, dependencies
 from jrb.ring import Occupancy, Ring
 from jrb.state import Device
 from jrb.types import Context, HostState, HostStorage, Item, SlotsForLeaf, WritePlan
@@ -305,7 +304,7 @@ def bytes_of(leaf: np.ndarray, count: int) -> np.ndarray:
 
 def call(function: Callable[..., Any], shapes: Any, *args: Any) -> Any:
     """Calls a function of NumPy arrays from jitted code, in order; `TypeError` under `vmap`."""
-    return io_callback(function, shapes, *map(_single, args), ordered=True)
+    return callbacks.call_on_host(function, shapes, *map(_single, args))
 
 
 @jax.custom_batching.custom_vmap

@@ -15,9 +15,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import io_callback
 
-from jrb.authoring import absolute_path, checks
+from jrb.authoring import absolute_path, call_on_host, checks
 from jrb.datasets.recording.items import ItemSpec, is_keys, item_spec
 from jrb.datasets.recording.parts import RecordingSchema
 from jrb.datasets.recording.writer import RecordWriter
@@ -209,7 +208,7 @@ class Recorder:
             host = list(map(np.asarray, arrays))
             self._put(host[: len(leaves)], lead, host[len(leaves)] if masks else None)
 
-        io_callback(put, None, *map(lax.stop_gradient, (*leaves, *masks)), ordered=True)
+        call_on_host(put, None, *map(lax.stop_gradient, (*leaves, *masks)))
 
     def truncate(self, mask: Any = None) -> None:
         """Begins an episode with the next item, though no flag has ended the one before.

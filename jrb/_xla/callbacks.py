@@ -1,0 +1,70 @@
+"""Calls of functions on the host from jitted code."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+
+_WIDE = ("int64", "uint64", "float64", "complex128")
+
+
+def call_on_host(function: Callable[..., Any], shapes: Any, *arguments: jax.Array) -> Any:
+    """Calls a function of NumPy arrays, in the order of the program.
+
+    Numbers of 64 bits travel as words of 32. XLA may call from a thread of its own, and where
+    `jax.enable_x64` was set by a `with` statement, it is not in force there, as JAX keeps it for
+    each thread: arguments would be narrowed without a word, and results refused.
+
+    Args:
+        function: returns arrays of these shapes; None without results.
+        shapes: a tree of `jax.ShapeDtypeStruct`, or None.
+        arguments: arrays of any shape.
+    """
+    specs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arguments]
+    outs, structure = jax.tree.flatten(shapes)
+
+    def call(*words: Any) -> list[np.ndarray]:
+        flat = (np.ascontiguousarray(leaf).reshape(-1) for leaf in words)
+        pairs = zip(flat, specs, strict=True)
+        arrays = [leaf.view(spec.dtype).reshape(spec.shape) for leaf, spec in pairs]
+        return [_in_words(np.asarray(leaf)) for leaf in jax.tree.leaves(function(*arrays))]
+
+    cut = [_cut(leaf) for leaf in arguments]
+    sent = jax.eval_shape(lambda: [_cut(jnp.zeros(out.shape, out.dtype)) for out in outs])
+    received = io_callback(call, sent, *cut, ordered=True)
+    return jax.tree.unflatten(structure, map(_merged, received, outs))
+
+
+def _is_wide(spec: Any) -> bool:
+    return spec.dtype.name in _WIDE
+
+
+def _cut(array: jax.Array) -> jax.Array:
+    """Returns numbers of 64 bits as uint32 `[..., 2]`, complex ones `[..., 2, 2]`."""
+    if not _is_wide(array):
+        return array
+    if jnp.iscomplexobj(array):
+        array = jnp.stack([array.real, array.imag], axis=-1)
+    return lax.bitcast_convert_type(array, jnp.uint32)
+
+
+def _merged(words: jax.Array, spec: Any) -> jax.Array:
+    """Returns what `_cut` has cut."""
+    if not _is_wide(spec):
+        return words
+    if not jnp.issubdtype(spec.dtype, jnp.complexfloating):
+        return lax.bitcast_convert_type(words, spec.dtype)
+    parts = lax.bitcast_convert_type(words, jnp.float64)
+    return lax.complex(parts[..., 0], parts[..., 1])
+
+
+def _in_words(array: np.ndarray) -> np.ndarray:
+    """Does on the host what `_cut` does on the device."""
+    if not _is_wide(array):
+        return array
+    words = (2, 2) if np.iscomplexobj(array) else (2,)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint32).reshape(*array.shape, *words)
