@@ -19,6 +19,8 @@ import numpy as np
 NEVER, LOST = -1, -2
 """Stand for the place of a slot that was never written, and of one whose row is lost."""
 
+_FEW = 64  # runs that are gone through one by one
+_PIECE = 1 << 14
 _CURSORS = ("_head", "free", "numbered", "version", "following", "last")
 
 
@@ -60,8 +62,18 @@ class Places:
         # the end that stands for all others and stays `NEVER`.
         self._inverted = np.zeros(self.reach + 1, _dtype(room))
         self._runs: np.ndarray | None = runs  # None after a change
-        for slot, place, length in runs.tolist():
-            np.invert(np.arange(place, place + length), out=self._inverted[slot : slot + length])
+        if len(runs) < _FEW:
+            # In pieces, as new memory costs more than the sums: 2 ms for a million rows, not 4.
+            steps = -np.arange(_PIECE, dtype=self._inverted.dtype)
+            for slot, place, length in runs.tolist():
+                for start in range(0, length, _PIECE):
+                    target = self._inverted[slot + start : slot + min(start + _PIECE, length)]
+                    np.add(steps[: len(target)], ~place - start, out=target)
+        else:  # for a million runs 90 ms, where the loop takes 3.5 s; for one run 14 and 0.3 ms
+            first, place, length = np.repeat(runs, runs[:, 2], axis=0).T
+            ends = np.cumsum(runs[:, 2])
+            offset = np.arange(len(first)) - np.repeat(ends - runs[:, 2], runs[:, 2])
+            self._inverted[first + offset] = ~(place + offset)
         self._may_lack = False
         # Places of replaced rows that a generation still names, in the order in which they left.
         self._displaced: list[np.ndarray] = []
@@ -227,6 +239,11 @@ def runs_of(places: np.ndarray) -> np.ndarray:
 
 def named_by(runs: np.ndarray, room: int) -> np.ndarray:
     """Returns which places runs have, bool `[P]`."""
+    if len(runs) < _FEW:  # as in a ring: 0.02 ms for a million rows, where the sum takes 5
+        is_named = np.zeros(room, bool)
+        for _, place, length in runs.tolist():
+            is_named[place : place + length] = True
+        return is_named
     # Runs do not overlap: the sum of steps up at their starts and down at their ends is 0 or 1.
     edges = np.zeros(room + 1, np.int8)
     edges[runs[:, 1]] += 1

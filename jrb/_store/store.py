@@ -102,7 +102,7 @@ class Store:
 
     def _overwritten(self) -> np.ndarray:
         """Returns the slots whose rows this store has promised, but that were overwritten."""
-        if not (self.table.numbers() > self.version).any():  # as mostly
+        if self.table.newest() <= self.version:  # as mostly
             return np.zeros(0, np.int64)
         places = self._places.used
         numbers = self.table.numbers(np.maximum(places, 0))
@@ -361,7 +361,7 @@ class Store:
         generations.check_own(self.folder)
         places = self._places
         places.mark(self._overwritten(), LOST)
-        places.following = max(int(self.table.numbers().max(initial=0)), places.version) + 1
+        places.following = max(self.table.newest(), places.version) + 1
         used = places.used[places.used >= 0]
         places.last = int(used[self.table.numbers(used).argmax()]) if len(used) else -1
         self._lock = lock

@@ -228,6 +228,10 @@ class RowTable:
         words = self._words if places is None else self._words.take(places)
         return words >> np.uint64(16)
 
+    def newest(self) -> int:
+        """Returns the largest number of all."""
+        return int(self._words.max(initial=0)) >> 16
+
     def number(self, places: np.ndarray, numbers: np.ndarray, lasting: bool) -> None:
         """Sets the numbers of the rows that will be written at places, int64 `[B]`.
 

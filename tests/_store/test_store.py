@@ -413,6 +413,16 @@ def lying(draw):
     return np.where(never, places.NEVER, of), room
 
 
+@pytest.fixture(params=[0, 64], scope="module")
+def few(request):
+    """Runs that are gone through one by one, in pieces of three: none of them, or all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "_FEW", request.param)
+        patch.setattr(places, "_PIECE", 3)
+        yield
+
+
+@pytest.mark.usefixtures("few")
 @hypothesis.given(lying())
 def test_runs_say_where_all_slots_lie_and_are_as_few_as_can_be(where):
     of, room = where
@@ -422,6 +432,7 @@ def test_runs_say_where_all_slots_lie_and_are_as_few_as_can_be(where):
     assert len(runs) == sum(of[s] >= 0 and not follows(s) for s in range(len(of)))
 
 
+@pytest.mark.usefixtures("few")
 @hypothesis.given(lying())
 def test_named_places_are_those_of_slots(where):
     of, room = where
