@@ -16,6 +16,7 @@ from jrb._util import pytree
 from jrb._util.pytree import DType, Leaf, PyTree
 
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of keys
+_SCALARS = (np.number, np.bool_)
 _NUMBER = bool | int | float | complex
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
@@ -88,14 +89,25 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
         TypeError: there is one of these, without `cast`.
     """
     leaves, structure = jax.tree.flatten(items)
-    if not all(map(_is_plain, leaves)):
-        items = arrays(items, what)
-        leaves, structure = jax.tree.flatten(items)
-    if not all(map(is_kept, leaves)):
+    copies = []
+    for leaf in leaves:  # in one pass: between two compiled calls, each look at a leaf costs 1 us
+        is_scalar = isinstance(leaf, _SCALARS)
+        if is_scalar or type(leaf) is np.ndarray:
+            if not leaf.dtype.isnative or leaf.dtype.char in pytree.WIDE:
+                break
+            copies.append(leaf if is_scalar else leaf.copy())
+        elif isinstance(leaf, jax.Array):
+            copies.append(leaf)
+        else:
+            break
+    else:
+        return structure.unflatten(copies)
+    items = arrays(items, what)
+    if not all(map(is_kept, jax.tree.leaves(items))):
         if not cast:
             pytree.spec_of(items, what)  # raises
-        return copy_arrays(kept(items, what))
-    return structure.unflatten(map(copy_array, leaves))
+        items = kept(items, what)
+    return copy_arrays(items)
 
 
 def to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
