@@ -81,6 +81,16 @@ def test_wide_numbers_are_drawn_ahead_and_saved_in_the_background(tmp_path, kind
     equal(loaded.take(restored, jnp.arange(COUNT, dtype=jnp.int32)), items())
 
 
+def test_wide_numbers_of_several_parts_are_encoded(tmp_path):
+    buffer = jrb.ReplayBuffer(16, batch_size=4)
+    state = buffer.extend(buffer.init(item(0)), items())
+    save = functools.partial(jrb.save, tmp_path, encode=dict.fromkeys("ab", lambda items: items))
+    save(dict.fromkeys("ab", buffer), dict.fromkeys("ab", state))
+    buffers, states = jrb.load(tmp_path, decode=dict.fromkeys("ab", lambda items: items))
+    for name in "ab":
+        equal(buffers[name].take(states[name], jnp.arange(COUNT, dtype=jnp.int32)), items())
+
+
 def test_wide_numbers_are_recorded_by_compiled_code(tmp_path):
     def ted(number):
         done = jnp.bool_(False)

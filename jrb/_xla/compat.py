@@ -43,7 +43,7 @@ def is_x64() -> bool:
     return jax.dtypes.canonicalize_dtype("int64") == "int64"
 
 
-def with_settings(work: Callable[[], None]) -> Callable[[], None]:
+def with_settings(work: Callable[..., None]) -> Callable[..., None]:
     """Returns a function that does this work in another thread, under the settings of this one.
 
     What a `with` statement sets, such as `jax.enable_x64(True)`, JAX keeps for each thread: in
@@ -52,14 +52,14 @@ def with_settings(work: Callable[[], None]) -> Callable[[], None]:
     wanted = {name: getattr(jax.config, f"jax_{name}", None) for name in _SETTINGS}
     mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
 
-    def run() -> None:
+    def run(*arguments: Any) -> None:
         with contextlib.ExitStack() as settings:
             for name, value in wanted.items():
                 if getattr(jax.config, f"jax_{name}", None) != value:
                     settings.enter_context(_setting(name)(value))
             if mesh is not None and not mesh.empty:
                 settings.enter_context(jax.set_mesh(mesh))
-            work()
+            work(*arguments)
 
     return run
 

@@ -272,7 +272,8 @@ class GroupJob(Job):
         def work() -> None:
             if self._group.number == 0:
                 self._store = opening.to_save(self.path, (), 0, self._folders)
-            share(lambda part: part.open(copy), self.parts.values(), most=_AT_ONCE)
+            begin = compat.with_settings(lambda part: part.open(copy))
+            share(begin, self.parts.values(), most=_AT_ONCE)
 
         try:
             self._group.all_gather_json(work)
@@ -306,7 +307,8 @@ class GroupJob(Job):
             folder = self.parts[name].store.folder
             written[name] = [number, generation.Generation(folder, number).identity]
 
-        share(write, self.parts, most=_AT_ONCE)
+        # It may call functions of the user, whose items JAX takes out of arrays.
+        share(compat.with_settings(write), self.parts, most=_AT_ONCE)
         return written
 
     def finish(self, keep: int) -> int:

@@ -183,7 +183,8 @@ class Remote:
             raise TypeError(f"extend: stream: expected a number, got {stream!r}.")
         if not 0 <= stream < setup.streams:
             raise ValueError(f"extend: stream: expected 0 to {setup.streams - 1}, got {stream}.")
-        leaves = setups.arrays(setup, items)
+        with setup.settings():
+            leaves = setups.arrays(setup, items)
         length = len(leaves[0])
         mask = setups.mask(setup, mask, length)
         priorities = setups.priorities(setup, priorities, length)

@@ -175,10 +175,11 @@ class Drawing:
             return self.take(self.ask(draw.batch_size, [draw.beta])[0], device, again=False)
         if count < draw.batch_size:
             return None
-        if not draw.each:
-            return jax.device_put(parts[0], device)
-        each = ray().get(draw.each)
-        return jax.device_put(combine(self._setup.buffer, parts, each, draw.beta), device)
+        batch = parts[0]
+        if draw.each:
+            batch = combine(self._setup.buffer, parts, ray().get(draw.each), draw.beta)
+        with self._setup.settings():
+            return jax.device_put(batch, device)
 
 
 class Ahead:

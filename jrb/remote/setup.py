@@ -1,14 +1,24 @@
 """The description that servers and callers share, and the checks that need no server."""
 
+import contextlib
 import dataclasses
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb.authoring import absolute_path, casting, check_like, checks, leaf_names, spec_of
+from jrb.authoring import (
+    absolute_path,
+    casting,
+    check_like,
+    checks,
+    enable_x64,
+    leaf_names,
+    spec_of,
+)
 from jrb.buffer import ReplayBuffer
 from jrb.samplers import Prioritized, Uniform
 from jrb.state import origin_of
@@ -43,6 +53,14 @@ class Setup:
         """The origin of all samples, from whatever shard."""
         place = f"{self.streams} streams, {self.shards} servers"
         return f"Remote({place}) of {origin_of(self.buffer)}"
+
+    def settings(self) -> AbstractContextManager[Any]:
+        """Returns a context in which JAX keeps all numbers of the servers.
+
+        Whoever calls may be a thread or a process for which `jax_enable_x64` is not set: there the
+        integer 2^41 + 2 would come as 2.
+        """
+        return enable_x64() if self.wide else contextlib.nullcontext()
 
     def lanes(self, shard: int) -> int:
         """The number of streams of a shard: stream s is lane s // S of shard s % S."""

@@ -139,3 +139,21 @@ def test_batches_ahead_wait_for_the_first_items(cluster, workers):
         assert not remote.can_sample() and not cluster.wait([batch], timeout=0)[0]
         remote.extend(rows(0, 4, 4), stream=0)
         assert cluster.get(batch).shape == (16, 2) and remote.can_sample()
+
+
+def test_wide_numbers_stay_exact_where_jax_would_narrow_them(cluster):
+    numbers = 2**41 + np.arange(6)
+    items = {"int": numbers, "float": numbers + 0.1}
+    description = jrb.ReplayBuffer(2 * len(numbers), batch_size=4)
+    for shards in (1, 2):
+        with jax.enable_x64(True):
+            example = {"int": np.int64(0), "float": np.float64(0)}
+            remote = serve(description, example, streams=2, shards=shards, num_cpus=0)
+        with remote:  # this thread does without
+            for stream in range(2):
+                remote.extend(items, stream=stream)
+            remote.wait()
+            for batch in (remote.sample(), next(remote.ahead())):
+                at = np.asarray(batch.data["int"]) - numbers[0]
+                np.testing.assert_array_equal(np.asarray(batch.data["float"]), items["float"][at])
+                assert batch.data["float"].dtype == np.float64
