@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers 
     from jrb.read import items as items
     from jrb.read import stats as stats
     from jrb.samplers import Lifo as Lifo
+    from jrb.samplers import Mixture as Mixture
     from jrb.samplers import Newest as Newest
     from jrb.samplers import Prioritized as Prioritized
     from jrb.samplers import Queue as Queue
@@ -92,7 +93,7 @@ _HOMES = {
     "read": "episodes items stats",
     "remote": "remote",
     "ring": "ring",
-    "samplers": "Lifo Newest Prioritized Queue Uniform WithoutReplacement",
+    "samplers": "Lifo Mixture Newest Prioritized Queue Uniform WithoutReplacement",
     "sharding": "Sharded",
     "state": "BufferState Sample",
     "storages": "DeviceStorage ListStorage MemmapStorage SpillStorage",

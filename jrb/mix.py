@@ -1,6 +1,5 @@
 """One batch from several buffers, such as demonstrations and replay."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from jrb import Sharded
 from jrb._core import eager, steps
-from jrb._util import casting, checks, display, pytree, wording
+from jrb._util import casting, checks, display, pytree, splitting, wording
 from jrb._xla import random_bits
 from jrb.buffer import ReplayBuffer, draw_arguments
 from jrb.state import Buffer, BufferState, Device, Sample, check_origin
@@ -80,7 +79,7 @@ class Mix:
             isinstance(share, int | float) for share in self.proportions
         ):
             raise TypeError(f"proportions: expected a tuple of numbers, got {self.proportions!r}.")
-        _check_proportions(self.proportions, len(self.buffers))
+        splitting.check("proportions", self.proportions, len(self.buffers), "buffer")
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
         checks.flag("exact", self.exact)
@@ -174,14 +173,15 @@ class Mix:
             # Shapes may not depend on the proportions: each buffer draws B items, and of these its
             # part of the batch is chosen.
             if not isinstance(proportions, jax.core.Tracer):
-                _check_proportions(proportions, len(self.buffers))
+                splitting.check("proportions", proportions, len(self.buffers), "buffer")
             values = jnp.asarray(casting.copy_array(proportions)).astype(jnp.float32)
             if values.shape != (len(self.buffers),):
                 raise ValueError(
                     f"proportions: expected shape ({len(self.buffers)},), got {values.shape}."
                 )
             values = jnp.maximum(jnp.nan_to_num(values), 0.0)
-            shares = self._shards * _shares(jnp, values, size // self._shards, 1e-4)
+            per_shard = splitting.counts(jnp, values, size // self._shards, 1e-4)
+            shares = self._shards * per_shard
             counts = (size,) * len(self.buffers)
             needed = counts if isinstance(shares, jax.core.Tracer) else tuple(shares.tolist())
         pairs = self._pairs(states)
@@ -266,7 +266,7 @@ class Mix:
                 f"{batch_size}."
             )
         values = np.asarray(self.proportions, np.float64)
-        shares = _shares(np, values, batch_size // self._shards, 1e-6)
+        shares = splitting.counts(np, values, batch_size // self._shards)
         return tuple((self._shards * shares).tolist())
 
     @property
@@ -297,37 +297,6 @@ class Mix:
         return self._shards_of_first.in_each(function, states, batches, merges)
 
 
-def _check_proportions(proportions: Any, count: int) -> None:
-    values = np.asarray(proportions, np.float64)
-    if values.shape != (count,):
-        raise ValueError(
-            f"proportions: expected {count} numbers, one for each buffer, got shape {values.shape}."
-        )
-    if not (np.isfinite(values).all() and (values >= 0).all()):
-        raise ValueError(f"proportions: expected numbers of at least 0, got {values.tolist()}.")
-    if not math.isclose(values.sum(), 1.0, abs_tol=1e-5):
-        raise ValueError(
-            f"proportions: expected numbers that add up to 1, got {values.tolist()}, which add up "
-            f"to {values.sum():g}. Divide them by that."
-        )
-
-
-def _shares(xp: Any, proportions: Any, batch_size: int, slack: float) -> Any:
-    """Returns how many of a batch each buffer gives, int32 `[K]`: largest remainders round up.
-
-    Args:
-        xp: NumPy or `jax.numpy`.
-        proportions: `[K]`, of at least 0.
-        batch_size: B.
-        slack: by how much a number may miss an integer and still be one.
-    """
-    exact = proportions / xp.maximum(xp.sum(proportions), 1e-30) * batch_size
-    whole = xp.floor(exact + slack)
-    rank = xp.argsort(xp.lexsort((whole - exact,)))  # a stable order, in both libraries
-    missing = batch_size - xp.sum(whole.astype(np.int32))
-    return xp.where(rank < missing, whole + 1, whole).astype(np.int32)
-
-
 def _concatenated(parts: list[Sample]) -> Sample:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
@@ -348,12 +317,7 @@ def _chosen(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
 
 def _interleaved(sample: Sample, num_buffers: int) -> Sample:
     """Returns a batch whose sources alternate as evenly as their shares allow."""
-    is_from = sample.info["source"][:, None] == jnp.arange(num_buffers, dtype=jnp.int32)[None]
-    number = jnp.cumsum(is_from, axis=0, dtype=jnp.int32).astype(jnp.float32) - 0.5
-    counts = jnp.sum(is_from, axis=0, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
-    # The n-th item of a source with c items belongs at (n - 1/2) / c of the batch.
-    position = jnp.sum(jnp.where(is_from, number / jnp.maximum(counts, 1.0), 0.0), axis=1)
-    order = jnp.argsort(position, stable=True)
+    order = splitting.alternating(jnp, sample.info["source"], num_buffers)
     return jax.tree.map(lambda leaf: leaf[order], sample)
 
 

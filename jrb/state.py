@@ -86,8 +86,9 @@ class Sample(pytree.State):
         weights: float32 `[B]`, importance weights; 1 where they mean nothing, 0 where nothing was
             drawn.
         mask: bool `[B]` or `[B, L]`, which entries are real.
-        info: what the unit has to say, a dict of arrays; with `count_draws=True`, `draws`, int32
-            `[B]`, how often each item was drawn before.
+        info: what the unit has to say, a dict of arrays; of a `jrb.Mixture`, `sampler`, int32
+            `[B]`, whose each anchor is; with `count_draws=True`, `draws`, int32 `[B]`, how often
+            each item was drawn before.
         stamp: uint32 `[B]`, tells later whether a slot still holds the same item.
         origin: a text that names the description by which it was drawn; no array. Verbs refuse a
             sample of another description. None, for a sample that was put together by hand, or

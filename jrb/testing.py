@@ -312,13 +312,19 @@ def check_options(buffer: ReplayBuffer, example: Item) -> None:
         _expect(right, contract, f"the greatest is {got}")
     if not np.asarray(batch.mask).reshape(4096, -1).any(axis=1).all():
         return
-    slots, first, counts = np.unique(batch.indices, return_index=True, return_counts=True)
-    expected = 4096 * np.asarray(batch.probabilities, np.float64)[first]
-    chi = float((np.square(counts - expected) / expected).sum())
-    most = slots.size + 6 * np.sqrt(2 * slots.size)
-    _expect(chi < most, "anchors are drawn as often as their probabilities say", f"chi {chi:.0f}")
-    total = batch.probabilities[first].sum()
-    _expect(0.9 < total < 1.001, "probabilities add up to 1", f"got {total:.3f}")
+    source = np.asarray(batch.info.get("sampler", np.zeros(4096, np.int32)))
+    for number in np.unique(source):  # each sampler of a mixture has its own probabilities
+        own = source == number
+        slots, first, counts = np.unique(batch.indices[own], return_index=True, return_counts=True)
+        chances = np.asarray(batch.probabilities, np.float64)[own][first]
+        expected = own.sum() * chances
+        chi = float((np.square(counts - expected) / expected).sum())
+        most = slots.size + 6 * np.sqrt(2 * slots.size)
+        _expect(
+            chi < most, "anchors are drawn as often as their probabilities say", f"chi {chi:.0f}"
+        )
+        total = chances.sum()
+        _expect(0.9 < total < 1.001, "probabilities add up to 1", f"got {total:.3f}")
 
 
 def check_edited(buffer: ReplayBuffer, example: Item) -> None:

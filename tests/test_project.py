@@ -29,7 +29,7 @@ ROOMS = [
 ]
 """The files and folders of the package, from those that import nothing else of it upwards."""
 
-LINES, FILES, CHAIN, HELPERS = 40_250, 181, 9, 58
+LINES, FILES, CHAIN, HELPERS = 40_800, 186, 9, 58
 """Limits of the package's size, 1 % above what it was when they were set."""
 
 

@@ -240,7 +240,7 @@ def shard_stats(buffer: Buffer, state: BufferState) -> ShardStats | None:
     if isinstance(sampler, ShardedSampler):
         anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
         return sampler.stats(buffer.ring, state.sampler, anchors)
-    if sampler.consumes:
+    if sampler.consumes and not sampler.prioritized:
         return None
     raise missing_method(sampler, "stats and exponent", "draw from shards", "ShardedSampler")
 
@@ -339,13 +339,14 @@ def assemble(
     if read and buffer.transforms:
         batch = TransformContext(key, plan.mask, buffer.keys, ends=info.get("is_last"))
         data = transforming.outward(buffer.transforms, data, batch, states=state.transforms)
+    about = {"draws": draw.draws, "sampler": draw.sampler}
     return Sample(
         data=data,
         indices=draw.slots,
         probabilities=draw.probabilities,
         weights=draw.weights,
         mask=plan.mask,
-        info=info if draw.draws is None else {**info, "draws": draw.draws},
+        info=info | {name: value for name, value in about.items() if value is not None},
         stamp=buffer.writer.generation_of(buffer.ring, state.writer, draw.slots),
         origin=origin_of(buffer),
     )

@@ -1,8 +1,9 @@
 """Samplers: which anchors next, and with what probability?"""
 
+from jrb.samplers.mixture import Mixture
 from jrb.samplers.ordered import Lifo, Queue
 from jrb.samplers.prioritized import Prioritized
 from jrb.samplers.uniform import Newest, Uniform
 from jrb.samplers.without_replacement import WithoutReplacement
 
-__all__ = ["Lifo", "Newest", "Prioritized", "Queue", "Uniform", "WithoutReplacement"]
+__all__ = ["Lifo", "Mixture", "Newest", "Prioritized", "Queue", "Uniform", "WithoutReplacement"]

@@ -211,6 +211,7 @@ class Draw(pytree.State):
         mask: bool `[B]`, False where there was nothing to draw.
         draws: int32 `[B]`, how often each was drawn before. Samplers leave it out; the engine sets
             it if draws are counted.
+        sampler: int32 `[B]`, which of several samplers drew each; None from a single one.
     """
 
     slots: jax.Array
@@ -218,6 +219,7 @@ class Draw(pytree.State):
     weights: jax.Array
     mask: jax.Array
     draws: jax.Array | None = None
+    sampler: jax.Array | None = None
 
 
 class DrawCounts(pytree.State):

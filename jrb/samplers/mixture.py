@@ -1,0 +1,325 @@
+"""Several samplers over one storage, with an exact share of every batch for each."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb._util import checks, pytree, splitting
+from jrb.ring import Ring
+from jrb.sum_tree import SMALLEST
+from jrb.types import (
+    Anchors,
+    AnchorUpdate,
+    Draw,
+    DrawCounts,
+    OrderedSampler,
+    PrioritizedSampler,
+    Sampler,
+    ShardedSampler,
+)
+from jrb.types.messages import PartState
+
+
+class MixtureState(DrawCounts):
+    """The states of all samplers, in their order."""
+
+    states: tuple[Any, ...]
+
+
+@pytree.component
+class Mixture(Sampler):
+    """Draws with several samplers from one buffer, each its share of every batch.
+
+    For recent experience beside all of it, or data that nobody has seen yet beside priorities.
+    `Sample.info["sampler"]`, int32 `[B]`, says whose each entry is: an index into `samplers`. The
+    numbers of entries are the shares of B, the largest remainders rounded up, and samplers take
+    turns within the batch, so that a part of it is mixed alike.
+
+    `probabilities` are those of the sampler that drew the entry. Importance weights undo the bias
+    of samplers with priorities, (N P(i))^-beta, and are 1 for others; they are divided by the
+    largest of the batch, unless all samplers have `normalize=None`. With exact shares and beta = 1
+    the weighted mean is then unbiased for each sampler, and so for all. Priorities, `set_alpha` and
+    `update_priority` reach all samplers that have priorities; `buffer.priorities` shows those of
+    the first. In shards (`jrb.Sharded`) there may be mixtures with a queue or the like, and without
+    priorities: each shard draws for itself.
+
+    The class of the instance depends on the samplers: a mixture with priorities in it is a
+    `jrb.types.PrioritizedSampler`, one with an order an `OrderedSampler`.
+
+    Attributes:
+        samplers: two or more, none of which counts its draws.
+        shares: of each, at least 0; they add up to 1.
+        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
+
+    Reference: Hafner et al., 2023, "Mastering diverse domains through world models", for the queue
+    of new data beside uniform replay.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> sampler = jrb.Mixture((jrb.Queue(), jrb.Uniform()), (0.25, 0.75))
+        >>> buffer = jrb.ReplayBuffer(100, batch_size=4, sampler=sampler)
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(9)})
+        >>> state, first = buffer.draw(state, jax.random.key(0))
+        >>> state, second = buffer.draw(state, jax.random.key(1))
+        >>> first.info["sampler"].tolist(), second.data["x"][second.info["sampler"] == 0].tolist()
+        ([1, 0, 1, 1], [1])
+    """
+
+    samplers: tuple[Sampler, ...]
+    shares: tuple[float, ...]
+    count_draws: bool = False
+    consumes: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]
+        lambda self: any(sampler.consumes for sampler in self.samplers)
+    )
+
+    def __new__(cls, samplers: Any = (), shares: Any = (), count_draws: bool = False) -> Any:
+        """Makes an instance of the class that has the contracts of these samplers."""
+        return object.__new__(_class_of(samplers) if cls is Mixture else cls)
+
+    def __post_init__(self) -> None:
+        is_tuple = isinstance(self.samplers, tuple) and len(self.samplers) > 1
+        if not is_tuple or not all(isinstance(one, Sampler) for one in self.samplers):
+            raise TypeError(
+                f"samplers: expected a tuple of two samplers or more, got {self.samplers!r}."
+            )
+        if _class_of(self.samplers) is not type(self):
+            raise TypeError(
+                f"samplers: expected jrb.Mixture{self.samplers}, as its class fits them."
+            )
+        if not isinstance(self.shares, tuple) or not all(
+            isinstance(share, int | float) for share in self.shares
+        ):
+            raise TypeError(f"shares: expected a tuple of numbers, got {self.shares!r}.")
+        splitting.check("shares", self.shares, len(self.samplers), "sampler")
+        checks.flag("count_draws", self.count_draws)
+        counting = [type(one).__name__ for one in self.samplers if one.count_draws]
+        if counting:
+            raise ValueError(
+                f"samplers: expected none with count_draws=True, got {counting}. The mixture "
+                "counts the draws of all: Mixture(..., count_draws=True)."
+            )
+
+    def init(self, ring: Ring) -> MixtureState:
+        """Returns the states of all samplers."""
+        return MixtureState(states=tuple(sampler.init(ring) for sampler in self.samplers))
+
+    def on_write(
+        self, ring: Ring, state: MixtureState, change: AnchorUpdate, anchors: Anchors
+    ) -> MixtureState:
+        """Tells all samplers."""
+        return self._each(state, lambda one, own: one.on_write(ring, own, change, anchors))
+
+    def draw(
+        self,
+        ring: Ring,
+        state: MixtureState,
+        anchors: Anchors,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[MixtureState, Draw]:
+        """Draws each sampler's share, with a key of its own."""
+        counts = splitting.counts(np, np.asarray(self.shares, np.float64), batch_size)
+        keys, states, draws = jax.random.split(key, len(self.samplers)), list(state.states), []
+        for number, sampler in enumerate(self.samplers):
+            if not (count := int(counts[number])):
+                continue
+            states[number], drawn = sampler.draw(
+                ring, states[number], anchors, keys[number], count, beta
+            )
+            draws.append(drawn.replace(weights=_weights(sampler, drawn, anchors, beta)))
+        source = np.repeat(np.arange(len(self.samplers), dtype=np.int32), counts)
+        order = splitting.alternating(np, source, len(self.samplers))
+        drawn = jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[order], *draws)
+        return state.replace(states=tuple(states)), drawn.replace(
+            sampler=jnp.asarray(source[order])
+        )
+
+    def ready(self, state: MixtureState, anchors: Anchors, batch_size: int | None) -> jax.Array:
+        """Returns True if all samplers with a share are ready for it."""
+        values = np.asarray(self.shares, np.float64)
+        counts = values > 0 if batch_size is None else splitting.counts(np, values, batch_size)
+        triples = zip(self.samplers, state.states, counts, strict=True)
+        each = [
+            sampler.ready(own, anchors, None if batch_size is None else int(count))
+            for sampler, own, count in triples
+            if count
+        ]
+        return jnp.all(jnp.stack(each))
+
+    def import_state(
+        self, state: MixtureState, old: MixtureState, slots: jax.Array, new_slots: jax.Array
+    ) -> MixtureState:
+        """Takes over what samplers of the same class at the same place knew."""
+        states = list(state.states)
+        for number, before in enumerate(old.states[: len(states)]):
+            own = states[number]
+            if type(own) is type(before):
+                sampler = self.samplers[number]
+                states[number] = sampler.import_state(own, before, slots, new_slots)
+        return state.replace(states=tuple(states))
+
+    def rebuild_index(
+        self, ring: Ring, state: MixtureState, entered: jax.Array, old: Anchors, new: Anchors
+    ) -> MixtureState:
+        """Tells all samplers."""
+        return self._each(state, lambda one, own: one.rebuild_index(ring, own, entered, old, new))
+
+    def reset(self, ring: Ring, state: MixtureState, token: jax.Array) -> MixtureState:
+        """Resets all samplers."""
+        return self._each(state, lambda one, own: one.reset(ring, own, token))
+
+    def _each(
+        self, state: MixtureState, call: Callable[[Any, PartState], Any], kind: type = Sampler
+    ) -> MixtureState:
+        """Returns the state after a call of every sampler of a kind and its state."""
+        pairs = zip(self.samplers, state.states, strict=True)
+        return state.replace(
+            states=tuple(call(one, own) if isinstance(one, kind) else own for one, own in pairs)
+        )
+
+
+def _weights(
+    sampler: Sampler, drawn: Draw, anchors: Anchors, beta: jax.Array | float | None
+) -> jax.Array:
+    """Returns importance weights without a divisor, so that they compare with other samplers'."""
+    if not (sampler.prioritized and isinstance(sampler, ShardedSampler)):
+        return drawn.weights
+    odds = jnp.maximum(anchors.count, 1).astype(jnp.float32) * drawn.probabilities
+    log_odds = jnp.log(jnp.where(odds > 0, odds, 1.0))
+    weights = jnp.maximum(jnp.exp(-sampler.exponent(beta) * log_odds), SMALLEST)
+    return jnp.where(drawn.mask, weights, 0.0)
+
+
+@pytree.component
+class OrderedMixture(Mixture, OrderedSampler):
+    """A mixture with a sampler that draws by the order of anchors."""
+
+    def check(self, ring: Ring, unit: Any) -> None:
+        """Raises ValueError if an order does not fit."""
+        for sampler in self.samplers:
+            if isinstance(sampler, OrderedSampler):
+                sampler.check(ring, unit)
+
+    def num_pending(self, state: MixtureState, anchors: Anchors) -> jax.Array | None:
+        """Returns how many of the newest anchors any sampler still has to draw."""
+        pairs = zip(self.samplers, state.states, strict=True)
+        pending = [
+            one.num_pending(own, anchors) for one, own in pairs if isinstance(one, OrderedSampler)
+        ]
+        known = [count for count in pending if count is not None]
+        return jnp.max(jnp.stack(known)) if known else None
+
+
+@pytree.component
+class PrioritizedMixture(Mixture, PrioritizedSampler):
+    """A mixture with a sampler that has priorities."""
+
+    prioritized: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(getattr(one, "normalize", None) == "buffer" for one in self._with_priorities):
+            raise ValueError(
+                "samplers: expected normalize='batch' or None in a Mixture, got 'buffer': the "
+                "weights of all samplers are divided by one number."
+            )
+
+    @property
+    def normalize(self) -> Literal["batch"] | None:  # pyright: ignore
+        """None if that is so of all samplers with priorities; else the "batch"."""
+        return None if all(one.normalize is None for one in self._with_priorities) else "batch"
+
+    @property
+    def takes_priorities(self) -> bool:  # pyright: ignore
+        """True if a sampler does."""
+        return any(one.takes_priorities for one in self._with_priorities)
+
+    @property
+    def _with_priorities(self) -> list[PrioritizedSampler]:
+        return [one for one in self.samplers if isinstance(one, PrioritizedSampler)]
+
+    def draw(
+        self,
+        ring: Ring,
+        state: MixtureState,
+        anchors: Anchors,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[MixtureState, Draw]:
+        """Draws as `Mixture`, and divides the weights as `normalize` says."""
+        state, drawn = super().draw(ring, state, anchors, key, batch_size, beta)
+        if self.normalize is None:
+            return state, drawn
+        largest = jnp.max(drawn.weights)
+        weights = jnp.maximum(drawn.weights / jnp.where(largest > 0, largest, 1.0), SMALLEST)
+        return state, drawn.replace(weights=jnp.where(drawn.mask, weights, 0.0))
+
+    def attach(self, state: MixtureState, has_delayed_anchors: bool) -> MixtureState:
+        """Attaches the samplers with priorities."""
+        attach = lambda one, own: one.attach(own, has_delayed_anchors)
+        return self._each(state, attach, PrioritizedSampler)
+
+    def priorities(self, state: MixtureState) -> jax.Array:
+        """Returns the priorities of the first sampler that has some."""
+        pairs = zip(self.samplers, state.states, strict=True)
+        return next(
+            one.priorities(own) for one, own in pairs if isinstance(one, PrioritizedSampler)
+        )
+
+    def update(
+        self,
+        ring: Ring,
+        state: MixtureState,
+        slots: jax.Array,
+        priorities: jax.Array,
+        ok: jax.Array,
+    ) -> MixtureState:
+        """Sets priorities in all samplers that have some, whoever drew the anchors."""
+        update = lambda one, own: one.update(ring, own, slots, priorities, ok)
+        return self._each(state, update, PrioritizedSampler)
+
+    def assign(
+        self,
+        state: MixtureState,
+        slots: jax.Array,
+        priorities: jax.Array,
+        highest: jax.Array | float | None = None,
+    ) -> MixtureState:
+        """Sets priorities in all samplers that have some."""
+        assign = lambda one, own: one.assign(own, slots, priorities, highest)
+        return self._each(state, assign, PrioritizedSampler)
+
+    def set_alpha(self, state: MixtureState, alpha: jax.Array | float) -> MixtureState:
+        """Sets the exponent of all samplers with priorities."""
+        return self._each(state, lambda one, own: one.set_alpha(own, alpha), PrioritizedSampler)
+
+    def drop(
+        self, ring: Ring, state: MixtureState, slots: jax.Array, ok: jax.Array
+    ) -> MixtureState:
+        """Drops anchors from all samplers, if all have priorities; else raises."""
+        others = [type(one).__name__ for one in self.samplers if not one.prioritized]
+        if others:
+            raise TypeError(
+                f"drop: expected samplers that can leave anchors out, got {others}, which would "
+                "draw them still."
+            )
+        return self._each(state, lambda one, own: one.drop(ring, own, slots, ok))
+
+
+@pytree.component
+class PrioritizedOrderedMixture(PrioritizedMixture, OrderedMixture):
+    """A mixture with both."""
+
+
+def _class_of(samplers: Any) -> type[Mixture]:
+    """Returns the class of a mixture of these samplers."""
+    members = samplers if isinstance(samplers, tuple) else ()
+    has = lambda kind: any(isinstance(one, kind) for one in members)
+    if has(PrioritizedSampler):
+        return PrioritizedOrderedMixture if has(OrderedSampler) else PrioritizedMixture
+    return OrderedMixture if has(OrderedSampler) else Mixture
