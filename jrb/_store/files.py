@@ -25,7 +25,6 @@ _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC",
 
 
 def announce(operation: str, path: str, *arguments: Any) -> None:
-    """Calls the hook."""
     if hook is not None:
         hook(operation, path, *arguments)
 
@@ -55,7 +54,6 @@ class Folder:
         weakref.finalize(self, os.close, self._file)
 
     def path_of(self, name: str) -> str:
-        """Returns the whole path of a name."""
         return os.path.join(self.path, name)
 
     def check(self) -> None:
@@ -81,7 +79,6 @@ class Folder:
             )
 
     def is_same(self, other: "Folder") -> bool:
-        """Returns whether both are one folder."""
         return os.path.samestat(os.fstat(self._file), os.fstat(other._file))
 
     def names(self, name: str = ".") -> list[str]:
@@ -127,11 +124,6 @@ class Folder:
             os.close(file)
             raise DamagedError(f"{path}: expected a plain file, found something else.")
         return file
-
-    def read(self, name: str) -> bytes:
-        """Returns all of a file."""
-        with os.fdopen(self.open(name), "rb") as file:
-            return file.read()
 
     def make(self, name: str) -> None:
         """Makes a folder, and those on the way to it, where there are none."""
@@ -206,11 +198,11 @@ class Folder:
 
 
 def make_folder(path: str) -> None:
-    """Makes a folder, if there is none."""
+    """Makes a folder, and those above it, if there is none."""
     if not os.path.isdir(path):
         announce("mkdir", path)
         os.makedirs(path, exist_ok=True)
-        _above(path).sync()
+        Folder(os.path.dirname(os.path.abspath(path))).sync()
 
 
 def write_at(file: int, path: str, offset: int, data: Bytes) -> int:
@@ -254,27 +246,3 @@ def resize(file: int, path: str, size: int, reserve: bool) -> None:
     except OSError as error:
         error.filename = path
         raise
-
-
-# Single files, by their paths.
-
-
-def read_all(path: str) -> bytes:
-    """Returns all of a file."""
-    return _above(path).read(os.path.basename(path))
-
-
-def write_new(path: str, parts: list[Bytes]) -> None:
-    """Writes a new file with these bytes, synced, in the place of an older one."""
-    _above(path).write_new(os.path.basename(path), parts)
-
-
-def replace(source: str, target: str) -> None:
-    """Renames a file or a folder, over an older one, and syncs the folder."""
-    announce("replace", source, target)
-    os.replace(source, target)
-    _above(target).sync()
-
-
-def _above(path: str) -> Folder:
-    return Folder(os.path.dirname(os.path.abspath(path)))

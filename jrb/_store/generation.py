@@ -24,7 +24,7 @@ import re
 import weakref
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,7 +42,6 @@ Body = dict[str, Any]
 
 
 def name_of(generation: int) -> str:
-    """Returns the name of the file."""
     return f"{PREFIX}{generation:012d}"
 
 
@@ -53,7 +52,6 @@ def numbers(folder: Folder) -> list[int]:
 
 
 def last(folder: Folder) -> int | None:
-    """Returns the newest of them; None if there is none."""
     return max(numbers(folder), default=None)
 
 
@@ -108,27 +106,19 @@ def write(folder: Folder, body: Body, arrays: dict[str, Any]) -> None:
     folder.replace(_NEW, name_of(body["generation"]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Location:
-    """The position of a leaf in the rows.
-
-    Attributes:
-        leaf: its name, kind and width.
-        column: the number of the column.
-        part: its bytes in a row of that.
-    """
+class Location(NamedTuple):
+    """The position of a leaf in the rows."""
 
     leaf: Leaf
-    column: int
-    part: slice
+    column: int  # its number
+    part: slice  # the bytes of the leaf in a row of the column
 
 
 class Generation:
-    """A generation that was opened, its body checked.
+    """A generation that was opened, its body checked."""
 
-    Attributes:
-        identity: a digest of the body, and so of the checksums of all that it names.
-    """
+    body: Body
+    identity: str  # a digest of the body, and so of the checksums of all that it names
 
     def __init__(self, folder: Folder, number: int) -> None:
         self.folder: Folder = folder
@@ -136,8 +126,6 @@ class Generation:
         self.number: int = number
         self._file = folder.open(name_of(number))
         weakref.finalize(self, os.close, self._file)  # an open file stays when its name goes
-        self.body: Body
-        self.identity: str
         self.body, self._begin, self.identity = _read(self._file, self.path)
         if self.body["generation"] != number:
             raise DamagedError(f"{self.path}: is generation {self.body['generation']}, renamed.")
@@ -153,7 +141,6 @@ class Generation:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the table."""
         leaf_of = lambda one: Leaf(one["name"], tuple(map(str, one["kind"])), one["width"])
         return tuple(
             Column(tuple(map(leaf_of, _leaves(entry))), entry["block"])
@@ -162,7 +149,6 @@ class Generation:
 
     @property
     def leaves(self) -> dict[str, Location]:
-        """The locations of all leaves that are in columns, by name."""
         return {
             leaf.name: Location(leaf, number, part)
             for number, column in enumerate(self.columns)
@@ -171,7 +157,7 @@ class Generation:
 
     def read(self, name: str, target: memoryview) -> None:
         """Fills the target with an array, checked."""
-        offset, entry = self._find(name)
+        offset, entry = self._entry(name)
         files.read_at(self._file, self.path, offset, target)
         checksum = zlib.crc32(target)
         if checksum != entry["sum"]:
@@ -180,8 +166,8 @@ class Generation:
                 f"{checksum:08x}: the bytes from {offset} on were damaged."
             )
 
-    def _find(self, name: str) -> tuple[int, Body]:
-        """Returns the offset of an array, and its entry."""
+    def _entry(self, name: str) -> tuple[int, Body]:
+        """Returns the offset of an array in the file, and its entry."""
         offset = self._begin
         for entry in self.body["arrays"]:
             if entry["name"] == name:
@@ -191,7 +177,7 @@ class Generation:
 
     def array(self, name: str, dtype: Any) -> np.ndarray:
         """Returns an array, as numbers of a dtype."""
-        target = bytearray(self._find(name)[1]["size"])
+        target = bytearray(self._entry(name)[1]["size"])
         self.read(name, memoryview(target))
         if len(target) % np.dtype(dtype).itemsize:
             raise DamagedError(f"{self.path}: leaf '{name}': expected whole numbers.")

@@ -41,49 +41,47 @@ def create(
 ) -> Store:
     """Makes a new store, to which nothing is saved yet, and which this process writes.
 
-    Args:
-        path: of a folder that is empty or not there; None for a temporary one that goes with the
-            store.
-        columns: of the rows.
-        slots: N.
-        room: P, for how many rows there is room, at least N.
-        reserve: whether the disk sets the room aside now.
+    The folder is empty or not there. A temporary one, with None, goes with the store. There is room
+    for P rows, at least N; if `reserve`, the disk sets it aside now.
     """
-    columns, is_temporary = table.blocked(columns, slots, room), path is None
-    if path is None:
-        removal.discard_stale(tempfile.gettempdir(), _TEMPORARY)
-        path = tempfile.mkdtemp(prefix=_TEMPORARY)
-    path = os.path.realpath(path)
+    if path is not None:
+        return _create(os.path.realpath(path), columns, slots, room, reserve)
+    removal.discard_stale(tempfile.gettempdir(), _TEMPORARY)
+    path = os.path.realpath(tempfile.mkdtemp(prefix=_TEMPORARY))
     try:
-        if path in writing and os.path.exists(path):
-            raise ValueError(
-                f"{path}: expected nothing there, found a store that a state of this process is "
-                "in. Go on with that state, or let go of it first."
-            )
-        if os.path.lexists(path) and not os.path.isdir(path):
-            raise ValueError(f"{path}: expected nothing there, found a file.")
-        files.make_folder(path)
-        folder = Folder(path)
-        _check_names(folder)
-        lock = Lock(folder)
-        try:
-            if _check_names(folder):  # under the lock: another process may have saved meanwhile
-                raise ValueError(
-                    f"{path}: expected nothing there, found a store. Open it with jrb.load(path), "
-                    "or remove it."
-                )
-            store = writing[path] = _with_table(folder, columns, slots, room, reserve, lock)
-        except BaseException:
-            writing.pop(path, None)
-            lock.release()
-            raise
+        store = _create(path, columns, slots, room, reserve)
     except BaseException:
-        if is_temporary:
-            _discard(path, os.getpid())
+        _discard(path, os.getpid())
         raise
-    if is_temporary:
-        weakref.finalize(store, _discard, path, os.getpid())
+    weakref.finalize(store, _discard, path, os.getpid())
     return store
+
+
+def _create(path: str, columns: tuple[Column, ...], slots: int, room: int, reserve: bool) -> Store:
+    if path in writing and os.path.exists(path):
+        raise ValueError(
+            f"{path}: expected nothing there, found a store that a state of this process is in. Go "
+            "on with that state, or let go of it first."
+        )
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise ValueError(f"{path}: expected nothing there, found a file.")
+    files.make_folder(path)
+    folder = Folder(path)
+    _check_names(folder)
+    lock = Lock(folder)
+    try:
+        if _check_names(folder):  # under the lock: another process may have saved meanwhile
+            raise ValueError(
+                f"{path}: expected nothing there, found a store. Open it with jrb.load(path), or "
+                "remove it."
+            )
+        columns = table.blocked(columns, slots, room)
+        store = writing[path] = _with_table(folder, columns, slots, room, reserve, lock)
+        return store
+    except BaseException:
+        writing.pop(path, None)
+        lock.release()
+        raise
 
 
 def store_at(path: str) -> Store | None:
@@ -106,11 +104,7 @@ def _with_table(
     lock: Lock,
     number: int | None = None,
 ) -> Store:
-    """Makes a store with an empty table.
-
-    Its columns are others than those of the generation `number`; without a number, the folder is
-    empty, or has a store to which nothing was saved.
-    """
+    """Makes a store with an empty table, which follows the generation `number`, if there is one."""
     table_folder = 0 if number is None else number + 1
     # A crash of an earlier try may have left some files of this table.
     folder.clear(folder_of(table_folder), sign=table.NUMBERS)
@@ -177,7 +171,6 @@ def _check_names(folder: Folder, parts: Iterable[str] = ()) -> int | None:
 
 
 def folder_at(path: str) -> Folder:
-    """Returns the folder of a store."""
     try:
         return Folder(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -188,7 +181,6 @@ def folder_at(path: str) -> Folder:
 
 
 def at(folder: Folder, number: int) -> Generation:
-    """Returns a generation."""
     try:
         return Generation(folder, number)
     except FileNotFoundError:
@@ -198,14 +190,19 @@ def at(folder: Folder, number: int) -> Generation:
         ) from None
 
 
+def check_saved(one: Generation) -> None:
+    """Raises `FileNotFoundError` for a store to which nothing was saved."""
+    if not one.number:
+        raise FileNotFoundError(
+            f"{one.folder.path}: expected a store with something saved, found one to which nothing "
+            "was. jrb.save(path, buffer, state) does that."
+        )
+
+
 def store_of(one: Generation) -> Store:
     """Returns the store as a generation has it; no rows are looked at."""
     folder, about = one.folder, one.body["table"]
-    if not one.number:
-        raise FileNotFoundError(
-            f"{folder.path}: expected a store with something saved, found one to which nothing "
-            "was. jrb.save(path, buffer, state) does that."
-        )
+    check_saved(one)
     rows = RowTable(folder, folder_of(about["folder"]), one.columns, about["room"], writable=False)
     places = Places(one.runs(), about["slots"], about["room"], one.body["rows"])
     store = Store(folder, rows, places, one.number, about["folder"], most=about["most"])

@@ -25,35 +25,19 @@ _CURSORS = ("_head", "free", "numbered", "version", "following", "last")
 
 
 class Places:
-    """The places of all slots.
-
-    Args:
-        runs: the places of slots, int64 `[K, 3]`, as `runs_of` returns them; all other slots were
-            never written.
-        slots: N.
-        room: P.
-        version: the number of the newest row.
-
-    Attributes:
-        slots: N.
-        kept: bool `[P]`, places that a generation names which must stay.
-        free: the number of places in the queue; before `line_up`, none.
-        version: the number of the newest row, rows being counted from 1.
-        following: the number that the next row will have.
-        numbered: of how many places at the head of the queue the file of numbers has the numbers
-            of the rows that will be written there.
-        last: the place that was written last, -1 for none.
-        reach: one more than the highest slot that was ever written.
-    """
+    """The places of N slots in a table of P rows; at first those of some runs (see `runs_of`)."""
 
     def __init__(self, runs: np.ndarray, slots: int, room: int, version: int = 0) -> None:
         self.slots: int = slots
-        self.kept: np.ndarray = np.zeros(room, bool)
-        self.version: int = version
-        self.following: int = version + 1
+        self.kept: np.ndarray = np.zeros(room, bool)  # places that a generation names
+        self.version: int = version  # the number of the newest row; rows are counted from 1
+        self.following: int = version + 1  # the number that the next row will have
+        # Of how many places at the head of the queue the file of numbers has the numbers of the
+        # rows that will be written there.
         self.numbered: int = 0
-        self.free: int = 0
-        self.last: int = -1
+        self.free: int = 0  # places in the queue; before `line_up`, none
+        self.last: int = -1  # the place that was written last
+        # One more than the highest slot that was ever written.
         self.reach: int = int((runs[:, 0] + runs[:, 2]).max(initial=0))
         # The queue is a ring of `free` places from `_head` on. No place is in it twice.
         self._queue, self._head = np.zeros(room, _dtype(room)), 0
@@ -91,12 +75,10 @@ class Places:
 
     @property
     def room(self) -> int:
-        """P."""
         return len(self.kept)
 
     @property
     def runs(self) -> np.ndarray:
-        """The places of slots as runs, as `runs_of` returns them."""
         # A commit asks three times. For a million rows it takes 2 ms to find them.
         if self._runs is None:
             self._runs = runs_of(self.used)
@@ -109,11 +91,9 @@ class Places:
         self._may_lack = self._may_lack or what == LOST
 
     def has_lost(self) -> bool:
-        """Returns whether the row of any slot is `LOST`."""
         return self._may_lack and bool((self.used == LOST).any())
 
     def named(self) -> np.ndarray:
-        """Returns which places slots have, bool `[P]`."""
         return named_by(self.runs, self.room)
 
     def slots_at(self) -> np.ndarray:
@@ -135,7 +115,6 @@ class Places:
         self._displaced = []
 
     def grow(self, room: int) -> None:
-        """Makes room for this many rows."""
         self._inverted = self._inverted.astype(_dtype(room), copy=False)
         places = np.concatenate([self.next(self.free), np.arange(self.room, room)])
         self._requeue(places, np.concatenate([self.kept, np.zeros(room - self.room, bool)]))
@@ -148,9 +127,8 @@ class Places:
 
     def next(self, count: int) -> np.ndarray:
         """Returns the first places in the queue, int64 `[count]`."""
-        return self._queue.take(np.arange(self._head, self._head + count), mode="wrap").astype(
-            np.int64
-        )
+        positions = np.arange(self._head, self._head + count)
+        return self._queue.take(positions, mode="wrap").astype(np.int64)
 
     def _append(self, places: np.ndarray) -> None:
         start, size = self._head + self.free, max(len(self._queue), 1)
@@ -201,10 +179,7 @@ class Places:
             self._is_under_way, self._undo = False, None
 
     def give_up(self, count: int) -> None:
-        """Queues places of replaced rows though a generation names them, those that left first.
-
-        At least `count` places are queued, if there are as many.
-        """
+        """Queues at least `count` places of replaced rows, the oldest, that a generation names."""
         self._undo = None
         while self._displaced and count > 0:
             places = self._displaced.pop(0)

@@ -42,17 +42,10 @@ class Store:
     All states of a buffer share it. Each is known by its version, the number of the newest row that
     it knows of; only the newest may be written to, and of others rows that are still there are
     read. The first write takes the lock.
-
-    Attributes:
-        path: of its folder.
-        slots: N, how many rows there can be.
-        drawing: lets draws in, which writes of other threads wait for.
-        sums: of the rows that were committed or opened.
-        lost: int64, the slots whose rows were promised, but are lost.
-        promised: returns the generation to go on from, where that is not the newest: of a store
-            that is part of a whole, which names it. Later ones go with the first write.
     """
 
+    # Returns the generation to go on from, where that is not the newest: of a store that is part of
+    # a whole, which names it. Later ones go with the first write.
     promised: Callable[[], int | None] | None = None
 
     def __init__(
@@ -68,12 +61,12 @@ class Store:
     ) -> None:
         self.folder: Folder = folder
         self.path: str = folder.path
-        self.slots: int = places.slots
+        self.slots: int = places.slots  # N
         self.table: RowTable = table
         self.generation: int = number
-        self.drawing: Gate = Gate()
-        self.sums: Sums = Sums(table)
-        self.lost: np.ndarray = np.zeros(0, np.int64)
+        self.drawing: Gate = Gate()  # lets draws in, for which writes of other threads wait
+        self.sums: Sums = Sums(table)  # of the rows that were committed or opened
+        self.lost: np.ndarray = np.zeros(0, np.int64)  # slots whose rows were promised
         self._places = places
         self._table_folder = table_folder  # the generation that made the table
         self._reserve = reserve  # whether the disk sets room aside when the table grows
@@ -115,7 +108,6 @@ class Store:
 
     @property
     def version(self) -> int:
-        """Of the newest state."""
         return self._places.version
 
     # Reading.
@@ -234,21 +226,13 @@ class Store:
         expiring: bool = True,
         patient: bool = True,
     ) -> int:
-        """Writes rows, uint8 `[B, width]` of every column, at slots `[B]`, each at most once.
+        """Writes rows, uint8 `[B, width]` of every column, at distinct slots, int64 `[B]`.
 
-        Where it fails, nothing has happened; but where there are fewer free places than rows, the
-        old rows of these slots may be lost, which draws and commits then say.
-
-        Args:
-            version: of the state; it must be the newest, else it raises `StaleError`.
-            slots: int64.
-            rows: of every column.
-            expiring: whether rows that were promised may go where no place is free, because the
-                ring has come round to them; otherwise the table grows.
-            patient: whether draws of other threads that are under way are waited for.
-
-        Returns:
-            The version of the state that knows of them.
+        Returns the version of the state that knows of them. Where it fails, nothing has happened;
+        but where there are fewer free places than rows, the old rows of these slots may be lost,
+        which draws and commits then say. If `expiring`, rows that were promised may go where no
+        place is free, because the ring has come round to them; otherwise the table grows. If
+        `patient`, it waits for draws of other threads that are under way.
         """
         with self._turn:
             self.own()
@@ -280,14 +264,17 @@ class Store:
         places, count = self._places, len(slots)
         if places.free < count and places.room < self._most:
             room = max(2 * places.room, places.room + count - places.free)
-            self._grow(min(room, self._most))
+            self.table.grow(min(room, self._most), self._reserve)
+            self._fit()
         chunk = max(count, places.room // 16)
         if places.free < count and expiring:
             places.give_up(chunk - places.free)
             if places.free < count:
                 places.release(slots, count - places.free)
         if places.free < count:
-            self._grow(places.room + max(count - places.free, places.room // 8))
+            room = places.room + max(count - places.free, places.room // 8)
+            self.table.grow(room, self._reserve)
+            self._fit()
         if places.numbered < count:
             # Some places ahead at a time, as a sync takes longer than all else. The numbers are on
             # the disk before the rows change where a generation names these places.
@@ -296,10 +283,6 @@ class Store:
             numbers = places.following + np.arange(places.numbered, count)
             self.table.number(line, numbers, lasting=bool(places.kept[line].any()))
             places.kept[line], places.numbered = False, count
-
-    def _grow(self, room: int) -> None:
-        self.table.grow(room, self._reserve)
-        self._fit()
 
     def _fit(self) -> None:
         """Makes all as large as the table, also where an interrupt came between."""
@@ -408,7 +391,6 @@ class Store:
         self._turn, self.drawing = threading.RLock(), Gate()
 
     def close(self) -> None:
-        """Gives the lock back."""
         with self._turn:
             if self._lock is not None:
                 writing.pop(self.path, None)
@@ -425,19 +407,10 @@ class Store:
         arrays: dict[str, Any],
         keep: int | None = 0,
     ) -> int:
-        """Makes all that was written the next generation.
+        """Makes all that was written the next generation, and returns its number.
 
-        Where it fails, a note of the error says whether it has happened.
-
-        Args:
-            version: of the state; it must be the newest.
-            meta: of the owner, for JSON.
-            kinds: of its other arrays, for JSON, by name.
-            arrays: their bytes.
-            keep: how many older generations stay; None for all, until `expire`.
-
-        Returns:
-            The number of the generation.
+        The owner has `meta` and the kinds of other arrays, for JSON, and their bytes. `keep` older
+        generations stay, all with None. Where it fails, a note says whether it has happened.
         """
         with self._turn:
             self.own()
@@ -449,20 +422,7 @@ class Store:
                     "or load the path to go on from what was saved last."
                 )
             self._fit()
-            # A commit names the places that slots have now.
-            number, is_named = self.generation + 1, self._places.named()
-            try:
-                self.sums.settle(is_named)
-                # From the renaming of its file on it has happened; with the sync it lasts.
-                self._write_generation(number, meta, kinds, arrays)
-                self._move_on(number, is_named)
-                self.folder.sync()
-            except BaseException as error:
-                happened = number in generations.numbers(self.folder)
-                if happened:
-                    self._move_on(number, is_named)
-                error.add_note(_OUTCOMES[happened])
-                raise
+            self._write_generation(meta, kinds, arrays)
             try:
                 self.folder.check()
                 if keep is not None:
@@ -470,26 +430,39 @@ class Store:
             except BaseException as error:
                 error.add_note(_OUTCOMES[2])
                 raise
-            return number
+            return self.generation
 
     def _write_generation(
-        self, number: int, meta: Any, kinds: dict[str, list[Any]], arrays: dict[str, Any]
+        self, meta: Any, kinds: dict[str, list[Any]], arrays: dict[str, Any]
     ) -> None:
-        """Writes the file of a generation: arrays of the owner and those of the store."""
-        own: dict[str, Any] = {".places": self._places.runs.tobytes()}
-        own |= {f".sums/{n}": column.tobytes() for n, column in enumerate(self.sums.columns)}
-        body = generations.body_of(
-            number,
-            self.version,
-            meta,
-            kinds | {name: [] for name in own},
-            self.table.columns,
-            folder=self._table_folder,
-            slots=self.slots,
-            room=self.table.room,
-            most=max(self._most, self.table.room),
-        )
-        generations.write(self.folder, body, {**arrays, **own})
+        """Syncs the rows, and writes the file of the next generation with the store's arrays."""
+        # A commit names the places that slots have now.
+        number, is_named = self.generation + 1, self._places.named()
+        try:
+            self.sums.settle(is_named)
+            own: dict[str, Any] = {".places": self._places.runs.tobytes()}
+            own |= {f".sums/{n}": column.tobytes() for n, column in enumerate(self.sums.columns)}
+            body = generations.body_of(
+                number,
+                self.version,
+                meta,
+                kinds | {name: [] for name in own},
+                self.table.columns,
+                folder=self._table_folder,
+                slots=self.slots,
+                room=self.table.room,
+                most=max(self._most, self.table.room),
+            )
+            # From the renaming of its file on it has happened; with the sync it lasts.
+            generations.write(self.folder, body, {**arrays, **own})
+            self._move_on(number, is_named)
+            self.folder.sync()
+        except BaseException as error:
+            happened = number in generations.numbers(self.folder)
+            if happened:
+                self._move_on(number, is_named)
+            error.add_note(_OUTCOMES[happened])
+            raise
 
     def _move_on(self, number: int, is_named: np.ndarray) -> None:
         self._kept[number], self._folders[number] = is_named, self._table_folder

@@ -15,16 +15,11 @@ _RUN = 8 << 20  # bytes that are read at once
 
 
 class Sums:
-    """The checksums of a table.
-
-    Attributes:
-        table: the rows.
-        columns: for each column the sums of its blocks, uint32.
-        named: the places that the sums are over, bool `[P]`.
-    """
+    """The checksums of a table."""
 
     def __init__(self, table: RowTable) -> None:
         self.table: RowTable = table
+        # For each column the sums of its blocks, uint32; and the places that they are over.
         self.columns: list[np.ndarray] = [np.zeros(0, np.uint32) for _ in table.columns]
         self.named: np.ndarray = np.zeros(table.room, bool)
         self._touched = np.zeros(table.room, bool)  # written since
@@ -32,7 +27,6 @@ class Sums:
 
     @property
     def block(self) -> int:
-        """Rows of a block."""
         return self.table.columns[0].block if self.table.columns else 1
 
     def blocks(self) -> list[tuple[int, int]]:
@@ -54,10 +48,10 @@ class Sums:
 
     def _blocks_of(self, places: np.ndarray) -> list[int]:
         """Returns the blocks in which some places are, bool `[P]`."""
+        if not len(places):
+            return []
         starts = np.arange(0, len(places), self.block)
-        return (
-            np.flatnonzero(np.logical_or.reduceat(places, starts)).tolist() if len(starts) else []
-        )
+        return np.flatnonzero(np.logical_or.reduceat(places, starts)).tolist()
 
     def forget(self, blocks: np.ndarray) -> None:
         """Leaves out blocks in which rows are lost: what else is in them cannot be checked."""
@@ -66,11 +60,9 @@ class Sums:
         self.named[np.isin(np.arange(len(self.named)) // self.block, blocks)] = False
 
     def touch(self, places: np.ndarray) -> None:
-        """Notes that rows at places are written."""
         self._touched[places] = True
 
     def grow(self) -> None:
-        """Makes room for the rows of the table."""
         room = self.table.room
         self.named, self._touched = longer(self.named, room), longer(self._touched, room)
         self._unsynced = longer(self._unsynced, room)
@@ -81,7 +73,6 @@ class Sums:
         self.table.check(number, block, self.columns[number][block], checksum)
 
     def check_column(self, number: int) -> None:
-        """Raises `DamagedError` unless all of a column is what was written."""
         share(lambda block: self.check(number, block), self._blocks_of(self.named))
 
     def settle(self, named: np.ndarray) -> None:

@@ -47,31 +47,21 @@ _MOST_OPEN = 32  # files of a table
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf of all rows.
+    """A leaf of all rows."""
 
-    Attributes:
-        name: such as `next/observation`, in which a part has no `/`, and `%` is written `%25`; `.`
-            for items that are one array.
-        kind: dtype and shape of an item, for the owner.
-        width: bytes of it in a row.
-    """
-
+    # Such as `next/observation`, in which a part has no `/`, and `%` is written `%25`; `.` for
+    # items that are one array.
     name: str
-    kind: tuple[Any, ...]
-    width: int
+    kind: tuple[Any, ...]  # dtype and shape of an item, for the owner
+    width: int  # bytes of it in a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A file of all rows, of one leaf or of several.
+    """A file of all rows, of one leaf or of several."""
 
-    Attributes:
-        leaves: in the order that they have in a row.
-        block: rows of a block, the unit of checksums.
-    """
-
-    leaves: tuple[Leaf, ...]
-    block: int = 0
+    leaves: tuple[Leaf, ...]  # in the order that they have in a row
+    block: int = 0  # rows of a block, the unit of checksums
 
     @classmethod
     def of(cls, name: str, kind: tuple[Any, ...], width: int) -> "Column":
@@ -80,7 +70,6 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Bytes of a row."""
         return sum(leaf.width for leaf in self.leaves)
 
     @property
@@ -101,7 +90,6 @@ class Column:
 
     @property
     def display_name(self) -> str:
-        """Its leaves, for messages."""
         return ", ".join(f"leaf '{leaf.name}'" for leaf in self.leaves)
 
 
@@ -233,10 +221,7 @@ class RowTable:
         return int(self._words.max(initial=0)) >> 16
 
     def number(self, places: np.ndarray, numbers: np.ndarray, lasting: bool) -> None:
-        """Sets the numbers of the rows that will be written at places, int64 `[B]`.
-
-        With `lasting` they are on the disk afterwards.
-        """
+        """Sets the numbers of the rows that will be written at places; on the disk if `lasting`."""
         numbers = numbers.astype(np.uint64)
         words = numbers << np.uint64(16) | _checks(places.astype(np.uint64), numbers)
         self.put(-1, places, words[:, None].view(np.uint8))
@@ -275,16 +260,7 @@ class RowTable:
         return rows.take(places, 0, out, "clip")  # "raise" would copy them once more
 
     def put(self, first: int, places: np.ndarray, *columns: np.ndarray) -> None:
-        """Writes rows of consecutive columns, uint8 `[B, width]` each.
-
-        Args:
-            first: the number of the first column.
-            places: `[B]`, where they are written.
-            columns: the rows of each.
-
-        Raises:
-            OSError: the disk is full or broken; some of the rows may be written.
-        """
+        """Writes rows of consecutive columns, uint8 `[B, width]`; some of them if it fails."""
         # Places of a ring mostly follow one another: one call of the system for each run.
         spans = [(start, stop, int(places[start])) for start, stop in runs(places)]
         for number, rows in enumerate(columns, first):
@@ -334,7 +310,6 @@ class RowTable:
             files.sync(file, self.paths[number])
 
     def grow(self, room: int, reserve: bool) -> None:
-        """Makes room for this many rows."""
         for number in (*range(len(self.columns)), -1):
             path, size = self.paths[number], room * self._column(number).width
             with self._file(number) as file:

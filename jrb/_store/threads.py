@@ -33,14 +33,10 @@ def taken_lock() -> threading.Lock:
 
 
 class Worker:
-    """A thread that calls a function once; an interrupt of `start` or `wait` changes nothing of it.
-
-    Attributes:
-        error: what the function raised, or None.
-    """
+    """Calls a function once, in a thread; an interrupt of `start` or `wait` changes nothing."""
 
     def __init__(self, work: Callable[[], None], name: str, daemon: bool = False) -> None:
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # what the function raised
         self._work = [work]
         self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
         self._starters: list[int] = []
@@ -48,7 +44,6 @@ class Worker:
         self._starting, self._running, self._is_over = taken_lock(), taken_lock(), False
 
     def start(self) -> None:
-        """Starts the thread."""
         # One call of C: an interrupt comes before it, or finds the starter in the list. `start` of
         # a `Thread` is called by another thread, as no interrupt comes there.
         self._starters.extend(map(_thread.start_new_thread, [self._start], [()]))
@@ -102,35 +97,18 @@ def share(
     others: Iterable[Callable[[], None]] = (),
     most: int = 1,
 ) -> None:
-    """Does all tasks by a few threads; an error of a task is raised after the threads have ended.
+    """Calls a function with each task, in a few threads, `most` times as many as usual.
 
-    The executors of the standard library take no work any more once the program is ending, and a
-    save has to end well then.
-
-    Args:
-        work: is called with each task.
-        tasks: in any order, but for a single worker.
-        others: are called one after the other by one more thread, which waits for the disk; a
-            single worker calls them first.
-        most: how many times as many threads as usual, where tasks wait for the disk.
+    Others are called by one more thread, which waits for the disk; where there is but one worker,
+    they are called first. An error of a task is raised after the threads have ended.
     """
+    # The executors of the standard library take no work any more once the program is ending, and a
+    # save has to end well then.
     errors: list[BaseException] = []
-
-    def drain(calls: Iterator[Callable[[], None]], lock: threading.Lock) -> None:
-        while not errors:
-            try:
-                with lock:
-                    call = next(calls, None)
-                if call is None:
-                    return
-                call()
-            except BaseException as error:
-                errors.append(error)
-
-    calls = map(functools.partial, itertools.repeat(work), tasks)
-    do_tasks = functools.partial(drain, calls, threading.Lock())
     others = list(others)
-    do_others = functools.partial(drain, iter(others), threading.Lock())
+    calls = map(functools.partial, itertools.repeat(work), tasks)
+    do_tasks = functools.partial(_drain, calls, threading.Lock(), errors)
+    do_others = functools.partial(_drain, iter(others), threading.Lock(), errors)
 
     def run() -> None:
         threads: list[threading.Thread] = []
@@ -165,6 +143,21 @@ def share(
         raise errors[0]
 
 
+def _drain(
+    calls: Iterator[Callable[[], None]], lock: threading.Lock, errors: list[BaseException]
+) -> None:
+    """Makes one call after the other, until one of any thread has raised an error."""
+    while not errors:
+        try:
+            with lock:
+                call = next(calls, None)
+            if call is None:
+                return
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+
 def _wait_for(worker: Worker) -> None:
     """Returns when a worker has ended, however many interrupts come."""
     try:
@@ -178,12 +171,10 @@ class Gate:
     """Lets threads in, and another wait until those that are in have left.
 
     A thread that an interrupt has thrown out without its leaving holds one writer up, for a second.
-
-    Attributes:
-        inside: a lock for each thread that is in, by its number, which it releases when it leaves.
     """
 
     def __init__(self) -> None:
+        # A lock for each thread that is in, by its number, which it releases when it leaves.
         self.inside: dict[int, threading.Lock] = {}
 
     @contextlib.contextmanager

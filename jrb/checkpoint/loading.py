@@ -357,6 +357,7 @@ def _without_lost(
 
 def extra(checkpoint: OpenedCheckpoint, example: Item) -> Any:
     """Returns it in the structure of an example, whose leaves say what becomes of each."""
+    opening.check_saved(checkpoint.generation)
     path, names = checkpoint.path, checkpoint.meta.get("extra")
     if names is None:
         raise ValueError(

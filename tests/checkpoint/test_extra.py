@@ -107,6 +107,14 @@ def test_it_goes_with_a_mix_with_files_and_to_another_description(tmp_path):
     assert jrb.items(other, back)["x"].tolist() == list(range(20))
 
 
+def test_where_nothing_was_saved_yet_no_extra_is_missed(tmp_path):
+    buffer = jrb.ReplayBuffer(4, storage=jrb.MemmapStorage(tmp_path / "rows"))
+    state = buffer.init({"x": jnp.zeros(2)})
+    with pytest.raises(FileNotFoundError, match="found one to which nothing was"):
+        jrb.load(tmp_path / "rows", extra={"step": 0})
+    del state
+
+
 def test_wrong_input_is_refused_and_nothing_is_written(tmp_path):
     buffer, state = made()
     with pytest.raises(TypeError, match=r"save: extra: leaf 'name': expected an array or a number"):
