@@ -21,11 +21,11 @@ from jrb._util import checks
 from jrb._util.wording import escaped_errors, printable
 from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import composite, descriptions, loading, manifest, saving, schema
-from jrb.checkpoint.composite import AnySnapshot, Several
+from jrb.checkpoint import descriptions, loading, manifest, saving, schema
+from jrb.checkpoint.descriptions import Several
 from jrb.checkpoint.external_items import Hook, Inward, Outward
 from jrb.checkpoint.loading import OpenedCheckpoint
-from jrb.checkpoint.saving import ExtraData, Job
+from jrb.checkpoint.saving import AnySnapshot, ExtraData, Job
 from jrb.migrate import rebuild
 from jrb.mix import AnyState, Mix
 from jrb.sharding import Sharded
@@ -114,11 +114,11 @@ def save(
     """
     path, out = _settled(path), Outward(encode, items)
     _check_options(layout, compression, keep, out)
-    saved = composite.snapshot(buffer, state)
+    saved = saving.snapshot(buffer, state)
     if layout == "h5":
         if extra is not None:
             raise ValueError("extra: expected none with layout='h5'. Use layout='native'.")
-        with composite.reading(saved):
+        with saving.reading(saved):
             _hdf5().save(path, saved, compression)
         return 0
     return save_snapshot(path, saved, keep, saving.extra_data(extra, copy=False), out)
@@ -156,46 +156,26 @@ def save_snapshot(
     out: Outward = _PLAIN,
 ) -> int:
     """Saves now, and returns the number of the generation. Writes of other threads wait."""
-    job: Job | int = 0
-    try:
-        with composite.reading(saved):
-            job = _open_job(path, saved, keep, False, extra, out)
-            return job if isinstance(job, int) else job.finish(keep)
-    except BaseException:
-        if not isinstance(job, int):
-            job.close()
-        raise
+    with saving.reading(saved), _new_job(path, saved, keep, extra, out) as job:
+        job.open(copy=False)
+        return job.finish(keep)
 
 
-def _open_job(
-    path: str, saved: AnySnapshot, keep: int, copy: bool, extra: ExtraData, out: Outward
-) -> Job | int:
-    """Returns an opened save, or the number of the generation if it is finished already.
-
-    With `copy`, what will be written is copied now, so that the state may change.
-    """
+def _new_job(path: str, saved: AnySnapshot, keep: int, extra: ExtraData, out: Outward) -> Job:
+    """Returns a save that has taken no lock yet."""
     # Rows of a storage at its own path are in their files already, and are only promised.
-    is_commit = saved.lies_at(path)
-    if is_commit and not out.is_plain:
-        raise ValueError(
-            "encode, items: expected none for the path of the storage itself, whose rows are "
-            "there already, as they are. Save to another path."
-        )
-    if is_commit and keep:
-        raise ValueError(
-            "keep: expected 0 for the path of the storage itself, where there is room for one "
-            f"generation, got {keep}. Save to another path to keep older ones."
-        )
-    job: Job | None = None
-    try:
-        with composite.reading(saved):
-            job = composite.job(path, saved, extra, out)
-            job.open(copy)
-            return job.finish(keep) if is_commit else job
-    except BaseException:  # an interrupt may come where the context ends
-        if job is not None:
-            job.close()
-        raise
+    if saved.lies_at(path):
+        if not out.is_plain:
+            raise ValueError(
+                "encode, items: expected none for the path of the storage itself, whose rows are "
+                "there already, as they are. Save to another path."
+            )
+        if keep:
+            raise ValueError(
+                "keep: expected 0 for the path of the storage itself, where there is room for one "
+                f"generation, got {keep}. Save to another path to keep older ones."
+            )
+    return saving.job(path, saved, extra, out)
 
 
 def _hdf5() -> ModuleType:
@@ -213,24 +193,29 @@ class Save:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._job: Job | int = 0  # a number where the save is over already
+        self._job: Job | None = None  # until it is over
         self._worker = Worker(compat.with_settings(self._finish), "jrb-save")
         self._was_raised = False  # by `wait`
 
-    def _begin(self, open_job: Callable[[], Job | int]) -> None:
-        """Finds out what will be written, and starts the thread if anything is left to be done."""
+    def _begin(self, path: str, saved: AnySnapshot, extra: ExtraData, out: Outward) -> None:
+        """Copies what will be written, and starts the thread if anything is left to be done."""
         try:
-            self._job = open_job()
-            if not isinstance(self._job, int):
+            with saving.reading(saved):
+                self._job = _new_job(path, saved, self._keep, extra, out)
+                self._job.open(copy=True)
+                is_commit = saved.lies_at(path)
+                if is_commit:
+                    self._finish()
+            if not is_commit:
                 self._worker.start()
-        except BaseException:
-            if not self._worker.is_started and not isinstance(self._job, int):
+        except BaseException:  # an interrupt may come where the context ends
+            if self._job is not None and not self._worker.is_started:
                 self._job.close()
             raise
 
     def _finish(self) -> None:
-        job, self._job = self._job, 0
-        if not isinstance(job, int):
+        job, self._job = self._job, None
+        if job is not None:
             job.finish(self._keep)
 
     def done(self) -> bool:
@@ -285,10 +270,10 @@ def save_async(
     """
     path, out = _settled(path), Outward(encode, items)
     _check_options("native", None, keep, out)
-    saved = composite.snapshot(buffer, state, "save_async")
+    saved = saving.snapshot(buffer, state, "save_async")
     copied = saving.extra_data(extra, copy=True)
     save = _running[os.path.realpath(path)] = Save(keep)
-    save._begin(lambda: _open_job(path, saved, keep, True, copied, out))
+    save._begin(path, saved, copied, out)
     atexit.unregister(_report)
     atexit.register(_report)  # called before the finalizers that close the files of the save
     return save
@@ -468,20 +453,7 @@ def load(
                 "one generation, and all of it as it is."
             )
         read = functools.partial(_hdf5().load, cast=cast)
-    try:
-        loaded, state, *besides = read(path, buffer, example, device)
-    except descriptions.OtherError as other:
-        # A store that is read at its own path cannot be replaced.
-        if not isinstance(buffer, ReplayBuffer | Sharded) or schema.is_at(path, buffer):
-            raise
-        try:
-            loaded, state, *besides = read(path, None, example, None)
-        except descriptions.UnknownError:
-            raise other from None  # only a description that has its functions can load it
-        if not isinstance(loaded, ReplayBuffer | Sharded):
-            raise
-        loaded, state = buffer, rebuild(loaded, state, buffer)
-        state = state if device is None else jax.device_put(state, device)
+    loaded, state, *besides = _read_as(read, path, buffer, example, device)
     if capacity is None and num_envs is ...:
         return loaded, state, *besides
     if not isinstance(loaded, ReplayBuffer):
@@ -498,6 +470,26 @@ def load(
         loaded, state = resized, rebuild(loaded, state, resized)
         state = state if device is None else jax.device_put(state, device)
     return loaded, state, *besides
+
+
+def _read_as(
+    read: Callable[..., Any], path: str, buffer: Several, example: Item, device: Device
+) -> Any:
+    """Returns what is read; if it is of another description, converted to that of the user."""
+    try:
+        return read(path, buffer, example, device)
+    except descriptions.OtherError as other:
+        # A store that is read at its own path cannot be replaced.
+        if not isinstance(buffer, ReplayBuffer | Sharded) or schema.is_at(path, buffer):
+            raise
+        try:
+            loaded, state, *besides = read(path, None, example, None)
+        except descriptions.UnknownError:
+            raise other from None  # only a description that has its functions can load it
+        if not isinstance(loaded, ReplayBuffer | Sharded):
+            raise
+    state = rebuild(loaded, state, buffer)
+    return buffer, state if device is None else jax.device_put(state, device), *besides
 
 
 def load_generation(
@@ -517,7 +509,7 @@ def load_generation(
         try:
             checkpoint = OpenedCheckpoint(path, manifest.open_generation(path, number))
             besides = () if extra is None else (loading.extra(checkpoint, extra),)
-            return *composite.load(checkpoint, buffer, example, device, back), *besides
+            return *loading.load(checkpoint, buffer, example, device, back), *besides
         except (DamagedError, FileNotFoundError, StaleError):
             if number is not None or generation_files.last(folder) == newest:
                 raise  # else the next generation has come meanwhile

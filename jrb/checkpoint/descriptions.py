@@ -1,4 +1,4 @@
-"""Descriptions and structures as JSON, and back.
+"""Descriptions of buffers: several by name; as JSON, and back; and structures of items as JSON.
 
 Nothing is imported and nothing is called on the way back but the constructors of descriptions and
 of containers whose classes the program has already defined: a file cannot make it run code.
@@ -19,12 +19,21 @@ from jrb import buffer, keys, mix, samplers, sharding, storages, transforms, uni
 from jrb._store.errors import DamagedError
 from jrb._util import casting, pytree
 from jrb._util.pytree import DType, PyTree
+from jrb.buffer import ReplayBuffer
+from jrb.checkpoint import manifest
+from jrb.mix import Mix
+from jrb.sharding import Sharded
 from jrb.types import Item, StatefulTransform, Storage
 
 OWN = samplers, storages, transforms, units, writers, buffer, keys, mix, sharding
 """The modules of the parts that come with jrb: once they are imported, `find_class` knows these."""
 
 Json = Any
+
+Several = Any
+"""A `ReplayBuffer`, a `Mix`, a `Sharded`, or a dict or tuple of them."""
+
+_LONGEST = 200  # bytes of the name of a folder
 
 
 class UnknownError(ValueError):
@@ -33,6 +42,83 @@ class UnknownError(ValueError):
 
 class OtherError(ValueError):
     """Another description was given than was saved."""
+
+
+# Several buffers by their names.
+
+
+def check(buffer: Several, verb: str) -> None:
+    """Raises unless it is a description that can be saved, or some of them."""
+    if isinstance(buffer, ReplayBuffer | Mix | Sharded):
+        return
+    if not isinstance(buffer, dict | tuple) or not buffer:
+        order = "(path, buffer)" if verb == "load" else "(path, buffer, state)"
+        raise TypeError(
+            f"{verb}: expected a ReplayBuffer, a Mix, or a dict or tuple of them, or a Sharded, "
+            f"got {type(buffer).__name__}. The order is {verb}{order}."
+        )
+    for name, part in each(buffer).items():
+        if not isinstance(name, str):
+            raise TypeError(f"{verb}: expected names of buffers, got the key {name!r}.")
+        check(part, verb)
+    folders = {name: manifest.folder_name(name) for name in each(buffer)}
+    lower = [folder.lower() for folder in folders.values()]
+    for name, folder in folders.items():
+        if len(folder) > _LONGEST or lower.count(folder.lower()) > 1:
+            raise ValueError(
+                f"save: buffer {name[:80]!r}: expected a name of at most {_LONGEST} bytes that no "
+                "other has in small letters, as it becomes that of a folder. Rename it."
+            )
+
+
+def each(buffer: Several) -> dict[str, Any]:
+    """Returns the buffers of a Mix, a dict or a tuple, or the shards of a Sharded, by name."""
+    if isinstance(buffer, Sharded):
+        return dict.fromkeys(buffer.names(), buffer.part)
+    entries = buffer.buffers if isinstance(buffer, Mix) else buffer
+    if isinstance(entries, dict):
+        return entries
+    return {str(number): entry for number, entry in enumerate(entries)}
+
+
+def for_each(buffer: Several, thing: Any, what: str) -> dict[str, Any]:
+    """Returns what belongs to each of some buffers, by its name; `what`, for the error.
+
+    It is in a tuple for a Mix; else in a dict with the same names, or a tuple of that length. Of a
+    Sharded, one thing is for all shards.
+    """
+    if isinstance(buffer, Sharded):
+        return dict.fromkeys(each(buffer), thing)
+    names, form = list(each(buffer)), dict if isinstance(buffer, dict) else tuple
+    text = type(thing).__name__
+    if isinstance(thing, form):
+        entries = each(thing)
+        if entries.keys() == set(names):
+            return {name: entries[name] for name in names}
+        text = f"those of {list(entries)}"
+    raise ValueError(
+        f"{what}: expected a {form.__name__} of {len(names)} {what.split()[-1]}, one for each of "
+        f"{names}, got {text}."
+    )
+
+
+def hook_for_each(buffer: Several, hook: Any, what: str) -> dict[str, Any]:
+    """Returns the function for each buffer: one for all, or those of a dict."""
+    if isinstance(hook, dict):
+        return for_each(each(buffer), hook, what)
+    return dict.fromkeys(each(buffer), hook)
+
+
+def without_mesh(buffer: Any) -> Any:
+    """Returns the description without meshes, which no file can hold."""
+    if isinstance(buffer, Sharded):
+        return dataclasses.replace(buffer, mesh=None)
+    if not isinstance(buffer, Mix):
+        return buffer
+    return dataclasses.replace(buffer, buffers=tuple(map(without_mesh, buffer.buffers)))
+
+
+# Descriptions as JSON.
 
 
 def encode(value: Any) -> Json:
@@ -51,16 +137,9 @@ def encode(value: Any) -> Json:
 
 
 def decode(node: Json, where: str = "buffer") -> Any:
-    """Returns the description that was encoded.
-
-    Raises:
-        UnknownError: it has a function, or a part whose class the program has not defined.
-        ValueError: the parts do not fit together.
-    """
-    if node is None or isinstance(node, bool | int | float | str):
+    """Returns the description that was encoded, JSON that `jrb.checkpoint.manifest` has checked."""
+    if not isinstance(node, dict):
         return node
-    if not isinstance(node, dict) or not node.keys() & {"tuple", "named", "part"}:
-        raise UnknownError(f"{where}: expected a description, got {node!r}.")
     if "tuple" in node:
         parts = node["tuple"]
         return tuple(decode(part, f"{where}[{number}]") for number, part in enumerate(parts))
@@ -110,11 +189,6 @@ def matched(path: str, saved: Json, given: Any, kind: type) -> Any:
 
     Batch size, `min_size`, `cast` and transforms may differ: no state depends on them, but for
     transforms that have a state.
-
-    Raises:
-        UnknownError: as `decode`.
-        DamagedError: the parts do not fit together, or it is of another kind.
-        OtherError: another one was given.
     """
     if given is None:
         with read_from(path):
@@ -138,23 +212,21 @@ def binding(node: Json) -> Json:
         return [binding(entry) for entry in node]
     if not isinstance(node, dict):
         return node
-    free = {"batch_size", "transforms", "min_size", "cast"}
-    cls = find_class(node.get("part", ""))
+    if "fields" not in node:
+        return {key: binding(entry) for key, entry in node.items()}
+    free, cls = {"batch_size", "transforms", "min_size", "cast"}, find_class(node["part"])
     if cls is not None and issubclass(cls, Storage | StatefulTransform):
         free |= set(cls.unbound)
-    bound = {key: binding(entry) for key, entry in node.items() if key not in {*free, "fields"}}
-    if "fields" in node:
-        fields = node["fields"]
-        bound["fields"] = {name: binding(it) for name, it in fields.items() if name not in free}
-        # Transforms up to the last one that has a state.
-        transforms = fields.get("transforms")
-        parts = transforms.get("tuple", []) if isinstance(transforms, dict) else []
-        classes = [find_class(it.get("part", "") if isinstance(it, dict) else "") for it in parts]
-        stateful = [cls is not None and issubclass(cls, StatefulTransform) for cls in classes]
-        if any(stateful):
-            count = len(stateful) - stateful[::-1].index(True)
-            bound["fields"]["transforms"] = binding(parts[:count])
-    return bound
+    fields = node["fields"]
+    bound = {name: binding(entry) for name, entry in fields.items() if name not in free}
+    # Transforms up to the last one that has a state.
+    transforms = fields.get("transforms")
+    parts = transforms.get("tuple", []) if isinstance(transforms, dict) else []
+    classes = [find_class(it.get("part", "")) if isinstance(it, dict) else None for it in parts]
+    stateful = [cls is not None and issubclass(cls, StatefulTransform) for cls in classes]
+    if any(stateful):
+        bound["transforms"] = binding(parts[: len(parts) - stateful[::-1].index(True)])
+    return {"part": node["part"], "fields": bound}
 
 
 def _differences(saved: Json, given: Json, where: str) -> list[str]:
@@ -255,11 +327,6 @@ def name_of(thing: PyTree) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def fields_of(cls: object) -> tuple[str, ...] | None:
-    """Returns the fields of a class of named tuples; None for anything else."""
-    return getattr(cls, "_fields", None)
-
-
 def find_class(name: str) -> type | None:
     """Returns the class of this name, if its module is imported; None if there is none.
 
@@ -302,18 +369,15 @@ def _encode_node(tree: Item) -> Json:
         return {"dict": [[key, _encode_node(entry)] for key, entry in tree.items()]}
     if type(tree) in (list, tuple):
         return {type(tree).__name__: [_encode_node(entry) for entry in tree]}
-    if fields_of(type(tree)) is None and not dataclasses.is_dataclass(tree):
+    names = _field_names(type(tree))
+    if names is None:
         return {"unknown": str(type(tree))}
-    fields = [[name, _encode_node(getattr(tree, name))] for name in _field_names(type(tree))]
+    fields = [[name, _encode_node(getattr(tree, name))] for name in names]
     return {"class": name_of(type(tree)), "fields": fields}
 
 
 def decode_structure(node: Json) -> Any:
-    """Returns the pytree of `jax.ShapeDtypeStruct`s that was encoded.
-
-    Raises:
-        UnknownError: it has containers whose classes the program has not defined.
-    """
+    """Returns the pytree of `jax.ShapeDtypeStruct`s that was encoded."""
     if "leaf" in node:
         name, shape = node["leaf"]
         return jax.ShapeDtypeStruct(tuple(shape), dtype_of(name))
@@ -332,8 +396,7 @@ def decode_structure(node: Json) -> Any:
         )
     cls = find_class(node["class"])
     fields = {name: decode_structure(entry) for name, entry in node["fields"]}
-    is_container = fields_of(cls) is not None or dataclasses.is_dataclass(cls)
-    if cls is None or not is_container or _field_names(cls) != list(fields):
+    if cls is None or _field_names(cls) != list(fields):
         raise UnknownError(
             f"expected the class {node['class']} with the fields {list(fields)}, which the items "
             "were of. Import its module first, or pass one transition: load(path, example=...)."
@@ -341,27 +404,23 @@ def decode_structure(node: Json) -> Any:
     return _construct(cls, fields, "items")
 
 
-def _field_names(cls: Any) -> list[str]:
-    return list(fields_of(cls) or (field.name for field in dataclasses.fields(cls)))
+def _field_names(cls: Any) -> list[str] | None:
+    """Returns the fields of a class of named tuples, or of a dataclass; None for any other."""
+    if dataclasses.is_dataclass(cls):
+        return [field.name for field in dataclasses.fields(cls)]
+    fields = getattr(cls, "_fields", None)
+    return None if fields is None else list(fields)
 
 
 def dtype_name(dtype: DType) -> str:
-    """Returns a name such as `bfloat16`, or `key:threefry2x32` for keys.
-
-    Raises:
-        TypeError: keys of an implementation that JAX does not bring.
-    """
+    """Returns a name such as `bfloat16`, or `key:threefry2x32` for keys."""
     if casting.is_keys(dtype):
         return f"key:{casting.implementation(dtype)}"
     return str(np.dtype(dtype))
 
 
 def dtype_of(name: str) -> Any:
-    """Returns the dtype of a name.
-
-    Raises:
-        UnknownError: there is none.
-    """
+    """Returns the dtype of a name."""
     kind, _, implementation = name.partition(":")
     try:
         dtype = casting.dtype_of(implementation) if kind == "key" else jnp.dtype(name)

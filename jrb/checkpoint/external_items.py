@@ -48,13 +48,7 @@ _NOWHERE = 2**31 - 1  # a slot that is in no array
 
 @dataclasses.dataclass(frozen=True)
 class Outward:
-    """The options of a save about items.
-
-    Attributes:
-        encode: a function from K items to written arrays; None to write the items themselves.
-            Of several buffers also a dict, by name.
-        items: whether they are written at all.
-    """
+    """The options of a save about items; see `jrb.checkpoint.save`."""
 
     encode: Any = None
     items: bool = True
@@ -67,14 +61,7 @@ class Outward:
 
 @dataclasses.dataclass(frozen=True)
 class Inward:
-    """The options of a load about items.
-
-    Attributes:
-        decode: the inverse of the function that encoded them. Of several buffers also a dict.
-        items: the items, where they were not saved. Of several buffers a dict or a tuple.
-        verify: whether rows that stay where they are, in files, are all looked at.
-        cast: whether items of 64 bits are converted where JAX keeps 32.
-    """
+    """The options of a load about items; see `jrb.checkpoint.load`."""
 
     decode: Any = None
     items: Item = None
@@ -107,7 +94,6 @@ class Inward:
 
 
 def _name_of(hook: Any) -> str:
-    """Returns the name of a function; of a partial one, that of the function inside."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return descriptions.name_of(hook)
@@ -154,24 +140,19 @@ class Items:
         """Returns the leaves of the items of one buffer."""
         for view in self._saved.views:
             return view.rows.take(view.version, [slots] * len(view.rows.raw))
-        state = self._state  # other threads may replace it
-        if state[0] != number:
-            state = number, jax.tree.map(self._of_buffer(number), self._saved.state)
-            self._state = state
-        # The read is compiled for each length: take powers of two.
-        padded = np.zeros(1 << max(len(slots) - 1, 0).bit_length(), np.int32)
-        padded[: len(slots)] = slots
-        items = steps.take(self._saved.plain, state[1], jnp.asarray(padded))
-        return [np.asarray(casting.raw(leaf))[: len(slots)] for leaf in jax.tree.leaves(items)]
-
-    def _of_buffer(self, number: int) -> Callable[[Any], Any]:
-        axes = len(self._saved.batch)
+        axes, state = len(self._saved.batch), self._state  # other threads may replace it
 
         def of_buffer(leaf: Any) -> Any:
             leaf = leaf.array[leaf.index] if isinstance(leaf, memory.Part) else jnp.asarray(leaf)
             return leaf.reshape(-1, *leaf.shape[axes:])[number] if axes else leaf
 
-        return of_buffer
+        if state[0] != number:
+            state = self._state = number, jax.tree.map(of_buffer, self._saved.state)
+        # The read is compiled for each length: take powers of two.
+        padded = np.zeros(1 << max(len(slots) - 1, 0).bit_length(), np.int32)
+        padded[: len(slots)] = slots
+        items = steps.take(self._saved.plain, state[1], jnp.asarray(padded))
+        return [np.asarray(casting.raw(leaf))[: len(slots)] for leaf in jax.tree.leaves(items)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,10 +169,11 @@ class EncodedRows(StateRows):
         structure: of what it gives.
     """
 
-    items: Items = dataclasses.field(kw_only=True)
-    encode: Hook = dataclasses.field(kw_only=True)
-    blank: list[np.ndarray] = dataclasses.field(kw_only=True)
-    structure: Any = dataclasses.field(kw_only=True)
+    _: dataclasses.KW_ONLY
+    items: Items
+    encode: Hook
+    blank: list[np.ndarray]
+    structure: Any
 
     def take(self, rows: np.ndarray) -> list[np.ndarray]:
         """Returns the bytes of rows `[B]` of each column, uint8 `[B, width]`."""
@@ -200,17 +182,14 @@ class EncodedRows(StateRows):
         if all(table.is_zero(leaf) for leaf in _bytes(jax.tree.leaves(items))):
             return [np.zeros((len(rows), column.width), np.uint8) for column in self.columns]
         leaves = _bytes(_checked(self.encode(items), self.structure, len(rows), "encode"))
-        return _changed(leaves, self.blank)
+        return _differences(leaves, self.blank)
 
     def fingerprints(self, rows: np.ndarray) -> list[np.ndarray]:
         """Returns the bytes of the items `[B]`, which the function is not called for."""
         return _bytes(jax.tree.leaves(self.items.take(rows)))
 
     def witnesses(self, store: Store, rows: np.ndarray) -> np.ndarray:
-        """Returns the newest rows and some others.
-
-        Another function of the same name changes most of them.
-        """
+        """Returns the newest rows and some others, of which another function changes most."""
         newest = rows[np.argsort(store.numbers(rows), kind="stable")[-256:]]
         return np.union1d(newest, rows[:: max(1, len(rows) // 256)])
 
@@ -294,7 +273,15 @@ def _bytes(leaves: list[np.ndarray]) -> list[np.ndarray]:
     return [bytes_of(leaf, len(leaf)) for leaf in leaves]
 
 
-def _changed(leaves: list[np.ndarray], blank: list[np.ndarray]) -> list[np.ndarray]:
+def viewed(rows: list[np.ndarray], specs: list[Any]) -> list[np.ndarray]:
+    """Returns the leaves `[B, ...]` that have these bytes."""
+    return [
+        np.ascontiguousarray(row).view(spec.dtype).reshape(len(row), *spec.shape)
+        for row, spec in zip(rows, specs, strict=True)
+    ]
+
+
+def _differences(leaves: list[np.ndarray], blank: list[np.ndarray]) -> list[np.ndarray]:
     """Returns rows as they are written, from rows as they are, and back."""
     pairs = zip(leaves, blank, strict=True)
     return [leaf if table.is_zero(zero) else leaf ^ zero for leaf, zero in pairs]
@@ -309,8 +296,10 @@ def decoded(
     decode: Hook,
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
     """Yields numbers of rows, and their items as leaves on the host; none for items of zeros."""
-    structure, item_spec = descriptions.decode_structure(form["structure"]), host_spec(spec)
-    columns, specs = _columns(structure, store.slots), jax.tree.leaves(structure)
+    with descriptions.read_from(path):
+        structure = descriptions.decode_structure(form["structure"])
+        columns, specs = _columns(structure, store.slots), jax.tree.leaves(structure)
+    item_spec = host_spec(spec)
     if [column.leaves for column in columns] != [column.leaves for column in generation.columns]:
         raise DamagedError(f"{path}: expected encoded items like {structure}, found other columns.")
     # The encoded item of zeros is stored as one row of all columns.
@@ -318,12 +307,8 @@ def decoded(
     blank = np.split(generation.array(_BLANK, np.uint8)[None], edges, axis=1)
 
     def back(leaves: list[np.ndarray], count: int) -> list[np.ndarray]:
-        rows = [
-            np.ascontiguousarray(leaf).view(one.dtype).reshape(count, *one.shape)
-            for leaf, one in zip(leaves, specs, strict=True)
-        ]
-        output = decode(jax.tree.unflatten(jax.tree.structure(structure), rows))
-        return _checked(output, item_spec, count, "decode")
+        rows = jax.tree.unflatten(jax.tree.structure(structure), viewed(leaves, specs))
+        return _checked(decode(rows), item_spec, count, "decode")
 
     zero = back(blank, 1)
     is_zero = all(map(table.is_zero, _bytes(zero)))
@@ -331,7 +316,7 @@ def decoded(
     for piece in schema.in_parts(np.arange(store.slots), width):
         if not store.is_blank(piece):
             rows = store.take(store.version, [piece] * len(columns))
-            yield piece, back(_changed(rows, blank), len(piece))
+            yield piece, back(_differences(rows, blank), len(piece))
         elif not is_zero:
             yield piece, [np.repeat(leaf, len(piece), axis=0) for leaf in zero]
 
@@ -342,15 +327,9 @@ def decoded(
 def restored(
     buffer: Buffer, want: Any, state: Any, spec: Item, pieces: Pieces, device: Device
 ) -> Any:
-    """Returns the state with its items.
+    """Returns the state with its items; rows that are in no piece are zeros.
 
-    Args:
-        buffer: the description.
-        want: the specs of the whole state; not used for items on the host.
-        state: without the items.
-        spec: of an item.
-        pieces: the items; rows that do not come are zeros.
-        device: for the arrays.
+    `want` has the specs of the whole state, and is not used for items on the host.
     """
     if schema.is_on_host(buffer):
         view = buffer.storage.view(eager.init(buffer, spec, None).storage)
@@ -358,9 +337,8 @@ def restored(
         for slots, leaves in pieces:
             if not all(map(table.is_zero, _bytes(leaves))):
                 raws = zip(leaves, host_rows.raw, strict=True)
-                version = host_rows.put(
-                    version, slots, *(leaf.view(raw.dtype) for leaf, raw in raws)
-                )
+                words = [leaf.view(raw.dtype) for leaf, raw in raws]
+                version = host_rows.put(version, slots, *words)
         return attach(buffer, state, view.after(version))
     # Arrays of items begin as zeros; all other arrays of the storage were saved, and are kept.
     items = set(map(id, jax.tree.leaves(buffer.storage.slotted(want.storage))))
@@ -447,8 +425,7 @@ def kept_form(saved: Snapshot) -> dict[str, Any]:
     slots = in_order(saved.plain, saved.state.writer)
     form: dict[str, Any] = {"kind": KEPT, "count": len(slots)}
     if not saved.plain.storage.of_objects:
-        items = Items(saved).take(slots[_witnesses(len(slots))])
-        form["sums"] = _sums(jax.tree.leaves(items))
+        form["sums"] = _sums(jax.tree.leaves(Items(saved).take(slots[_witnesses(len(slots))])))
     return form
 
 
@@ -465,15 +442,14 @@ def kept_pieces(
     path: str, form: dict[str, Any], slots: np.ndarray, spec: Item, items: Item
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
     """Returns slots, and the items of a user for them, some megabytes at a time."""
-    count = form["count"]
-    want = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), host_spec(spec)
-    )
+    names = pytree.leaf_names(spec)
+    if len(form["sums"]) != len(names):
+        raise DamagedError(f"{path}: expected checksums of the leaves {names}, got {form['sums']}.")
+    want = schema.batched(host_spec(spec), (len(slots),))
     pytree.check_like(want, items, f"{path}: items", MEND)
     leaves = list(map(np.asarray, jax.tree.leaves(items)))
-    witnesses = _witnesses(len(slots))
-    sums = _sums([leaf[witnesses] for leaf in leaves])
-    for name, got, expected in zip(pytree.leaf_names(spec), sums, form["sums"], strict=True):
+    sums = _sums([leaf[_witnesses(len(slots))] for leaf in leaves])
+    for name, got, expected in zip(names, sums, form["sums"], strict=True):
         if got != expected:
             raise ValueError(
                 f"{path}: items: leaf '{name}': expected the items that were held, oldest first, "

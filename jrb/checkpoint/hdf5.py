@@ -37,8 +37,8 @@ from jrb._store.lock import Lock
 from jrb._store.opening import Progress, no_progress
 from jrb._util import casting, pytree
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import composite, descriptions, loading, manifest, saving, schema
-from jrb.checkpoint.composite import AnySnapshot
+from jrb.checkpoint import descriptions, loading, manifest, saving, schema
+from jrb.checkpoint.saving import AnySnapshot
 from jrb.checkpoint.schema import Snapshot
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.nested import pieces as trajectories
@@ -50,6 +50,7 @@ from jrb.types import Item
 FORMAT, VERSION = manifest.HDF5, 1
 _SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
 _PIECE = 4 << 20  # bytes that are checked at a time
+_MOST_JSON = 64 << 20  # bytes
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _SEAL = struct.Struct("<8sIQ")  # a mark, the CRC-32 of all before it, and how many bytes that is
 _MARK = b"jrb-crc1"
@@ -85,17 +86,10 @@ def save(path: str, saved: AnySnapshot, compression: str | None) -> None:
         file.flush()
         image = file.id.get_file_image()
     files.make_folder(os.path.dirname(path))
+    seal = _SEAL.pack(_MARK, zlib.crc32(image), len(image))
     with locked(path) as (folder, temporary):
         new = folder.path_of(temporary)
-        descriptor = folder.open(temporary, os.O_RDWR)
-        try:
-            files.resize(descriptor, new, 0, reserve=False)
-            files.write_at(descriptor, new, 0, image)
-            seal = _SEAL.pack(_MARK, zlib.crc32(image), len(image))
-            files.write_at(descriptor, new, len(image), seal)
-            files.sync(descriptor, new)
-        finally:
-            os.close(descriptor)
+        folder.write_new(temporary, [image, seal])
         for damage in verify(new):
             raise OSError(errno.EIO, f"what was written is not what is there: {damage}", path)
         folder.replace(temporary, os.path.basename(path))
@@ -169,13 +163,13 @@ def _parts(state: BufferState) -> dict[str, Any]:
 
 def _names(spec: Item) -> list[str]:
     """Returns names of datasets: those of the leaves, without slashes and dots in their parts."""
+
+    def name(key: Any) -> str:
+        safe = quote(pytree.part_name(key), safe=_SAFE, errors="surrogatepass") or "%"
+        return safe.replace(".", "%2E") if safe in (".", "..") else safe
+
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(spec)]
-    return ["/".join(map(_name, path)) or "item" for path in paths]
-
-
-def _name(key: Any) -> str:
-    name = quote(pytree.part_name(key), safe=_SAFE, errors="surrogatepass") or "%"
-    return name.replace(".", "%2E") if name in (".", "..") else name
+    return ["/".join(map(name, path)) or "item" for path in paths]
 
 
 def _put(group: h5py.Group, name: str, leaf: Any, dtype: Any, options: dict[str, Any]) -> None:
@@ -196,7 +190,7 @@ def load(
 ) -> tuple[Any, Any]:
     """Loads; see `jrb.checkpoint.load`."""
     if buffer is not None:
-        composite.check(buffer, "load")
+        descriptions.check(buffer, "load")
     _check_seal(path)
 
     def load_to(device: Device) -> tuple[Any, Any]:
@@ -217,11 +211,13 @@ def _read(
     buffer = schema.loadable(saved, given is not None)
     want = _parts(schema.blank(buffer, spec))
     specs = schema.with_tree_leaves(want)
-    arrays = [
-        _restored(file, f"state/{name}", leaf) for name, leaf in schema.by_name(specs).items()
-    ]
+    arrays = []
+    for name, leaf in schema.by_name(specs).items():
+        raw = jnp.array(_array(file, f"state/{name}", leaf, [()]), copy=True)
+        arrays.append(casting.wrapped(raw, leaf.dtype))
     parts = schema.with_trees(want, jax.tree.unflatten(jax.tree.structure(specs), arrays))
-    state = _replayed(file, buffer, spec, about).replace(**parts, ring=buffer.ring)
+    state = _replayed(file, buffer, spec, about, parts["writer"])
+    state = state.replace(**parts, ring=buffer.ring)
     return buffer, state if device is None else jax.device_put(state, device)
 
 
@@ -244,40 +240,45 @@ def _about(file: h5py.File) -> dict[str, Any]:
             f"{file.filename}: expected version {VERSION} or older, got version {version}. A newer "
             "jrb wrote this; install that one."
         )
-    about = json.loads(_array(file, "jrb", np.uint8).tobytes())
+    text = _array(file, "jrb", jax.ShapeDtypeStruct((), np.uint8), None).tobytes()
+    try:
+        about = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{file.filename}: expected JSON in 'jrb', got {error!r}.") from error
     manifest.check(file.filename, about, manifest.ABOUT_HDF5)
     return about
 
 
-def _array(group: h5py.Group, name: str, dtype: Any) -> np.ndarray:
-    """Returns a dataset as it is stored; links to other places are not followed."""
-    inner: Any = group
+def _array(group: h5py.Group, name: str, spec: Any, leads: list[tuple[int, ...]] | None) -> Any:
+    """Returns a dataset, with one of some shapes in front of that of the spec; None for text.
+
+    Its shape is checked before it is read, as it may declare more than any memory holds. Links to
+    other places are not followed.
+    """
+    path, raw, inner = group.file.filename, casting.raw_spec(spec), cast(Any, group)
     for part in name.split("/"):
         is_link = not isinstance(inner.get(part, getlink=True), h5py.HardLink | None)
         inner = None if is_link else inner[part]
         if inner is None:
             break
     if not isinstance(inner, h5py.Dataset) or inner.external or inner.is_virtual:
-        raise DamagedError(f"{group.file.filename}: leaf '{name}': expected a plain dataset.")
-    expected, got = descriptions.dtype_name(dtype), str(inner.attrs.get("dtype"))
-    if got != expected:
+        raise DamagedError(f"{path}: leaf '{name}': expected a plain dataset.")
+    shapes = [(min(inner.size or 0, _MOST_JSON),)]
+    if leads is not None:
+        shapes = [(*lead, *raw.shape) for lead in leads]
+    expected, got = descriptions.dtype_name(spec.dtype), str(inner.attrs.get("dtype"))
+    has_size = inner.dtype.kind in "biufc" and inner.dtype.itemsize == raw.dtype.itemsize
+    if got != expected or inner.shape not in shapes or not has_size:
         raise DamagedError(
-            f"{group.file.filename}: leaf '{name}': expected dtype {expected}, got {got}."
+            f"{path}: leaf '{name}': expected {expected}{list(shapes[0])}, got {got}"
+            f"{inner.shape} in {inner.dtype}."
         )
-    return np.asarray(inner[()])
+    return np.asarray(inner[()]).view(raw.dtype)
 
 
-def _restored(file: h5py.File, name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
-    array, raw = _array(file, name, spec.dtype), casting.raw_spec(spec)
-    if array.shape != raw.shape or array.dtype.itemsize != raw.dtype.itemsize:
-        raise DamagedError(
-            f"{file.filename}: leaf '{name}': expected {raw.dtype}{list(raw.shape)}, got "
-            f"{array.dtype}{list(array.shape)}."
-        )
-    return casting.wrapped(jnp.array(array.view(raw.dtype), copy=True), spec.dtype)
-
-
-def _replayed(file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]) -> Any:
+def _replayed(
+    file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any], writer: Any
+) -> BufferState:
     """Returns a state into whose storage all items were written, at their slots."""
     target, rows = replay_target(buffer), about["rows"]
     arrays, specs = _items(file, buffer, spec, about), jax.tree.leaves(spec)
@@ -286,8 +287,7 @@ def _replayed(file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str
         return state
     # Written from the slot of the oldest row on, so that each item gets its old slot.
     if buffer.writer.is_chronological:
-        cursor = int(_array(file, "state/writer/cursor", np.int32))
-        first = jnp.int32((cursor - rows) % buffer.ring.rows)
+        first = jnp.int32((int(writer.cursor) - rows) % buffer.ring.rows)
         state = state.replace(writer=state.writer.replace(cursor=first))
     for piece in pieces(np.arange(rows), pytree.nbytes(spec) * target.ring.envs):
         leaves = [
@@ -320,20 +320,18 @@ def _items(
     raws = map(casting.raw_spec, jax.tree.leaves(spec))
     raw_specs = dict(zip(_names(spec), raws, strict=True))
     parts: dict[str, list[np.ndarray]] = {}
-    for number, length in enumerate(lengths):
+    for number, length in enumerate(lengths.tolist()):
         group = cast(h5py.Group, file[f"trajectories/{number:06d}"])
         for name in filter(group.__contains__, raw_specs):  # next observations may be shared
-            rows = _array(group, name, raw_specs[name].dtype)
-            if not rows.ndim or len(rows) - length not in (0, 1):
-                raise DamagedError(f"{file.filename}: leaf '{name}': expected {length} rows.")
+            rows = _array(group, name, raw_specs[name], [(length,), (length + 1,)])
             parts.setdefault(name, []).append(rows)
-    flat = {name: np.concatenate(rows).view(raw_specs[name].dtype) for name, rows in parts.items()}
-    items = from_flat(flat, ends.reshape(envs, -1), buffer.keys)
+    flat = {name: np.concatenate(rows) for name, rows in parts.items()}
+    with descriptions.read_from(file.filename):
+        items = from_flat(flat, ends.reshape(envs, -1), buffer.keys)
     for name, raw in raw_specs.items():
-        if name not in items or items[name].shape[2:] != raw.shape:
-            raise DamagedError(
-                f"{file.filename}: leaf '{name}': expected items of shape {raw.shape}."
-            )
+        leaf = items.get(name)
+        if leaf is None or (leaf.shape[2:], leaf.dtype) != (raw.shape, raw.dtype):
+            raise DamagedError(f"{file.filename}: leaf '{name}': expected items like {raw}.")
     return [items[name] for name in raw_specs]
 
 

@@ -1,9 +1,9 @@
-"""Reads a state from a store: names and kinds of leaves are checked first, then rows and arrays."""
+"""Reads states from stores: names and kinds of leaves are checked first, then rows and arrays."""
 
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,10 +20,12 @@ from jrb._store.store import Store
 from jrb._util import casting, pytree
 from jrb._xla import compat
 from jrb.checkpoint import descriptions, external_items, manifest, objects, saving, schema
-from jrb.checkpoint.external_items import Inward
+from jrb.checkpoint.descriptions import Several
+from jrb.checkpoint.external_items import Inward, Pieces
 from jrb.checkpoint.manifest import EXTRA
 from jrb.checkpoint.schema import BEYOND, PackedLeaf
-from jrb.mix import Description
+from jrb.mix import Description, Mix
+from jrb.sharding import Sharded
 from jrb.state import Buffer, BufferState, Device
 from jrb.storages import host_rows
 from jrb.storages.memmap import StoreRows, columns
@@ -57,11 +59,6 @@ class OpenedCheckpoint:
         """The metadata of the state, checked."""
         return manifest.meta_of(self.generation)
 
-    @property
-    def form(self) -> dict[str, Any]:
-        """The metadata of items that are not in rows of the state's own leaves; else nothing."""
-        return self.meta.get("form") or {}
-
     def part(self, name: str) -> "OpenedCheckpoint":
         """Returns that of one of several buffers."""
         one = manifest.part(self.path, self.generation, name)
@@ -69,37 +66,91 @@ class OpenedCheckpoint:
         def promised() -> int | None:
             folder = opening.folder_at(self.path)
             newest = generation.last(folder) if self.promised is None else self.promised()
-            return (
-                None if newest is None else manifest.readable_generations(folder, newest).get(name)
-            )
+            known = {} if newest is None else manifest.readable_generations(folder, newest)
+            return known.get(name)
 
         return OpenedCheckpoint(manifest.path_of(self.path, name), one, promised)
 
 
+# Several buffers, and the shards of one.
+
+
 def load(
-    checkpoint: OpenedCheckpoint,
-    given: Description | None,
-    example: Item,
-    device: Device,
-    back: Inward,
+    checkpoint: OpenedCheckpoint, given: Several, example: Item, device: Any, back: Inward
 ) -> tuple[Any, Any]:
-    """Returns the description and the state of a generation of one buffer."""
-    load_to = lambda device: _load(checkpoint, given, example, device, back)
-    return narrowed(load_to, checkpoint.path, given is not None, device, back.cast)
+    """Returns the descriptions and the states of a generation."""
+    if given is not None:
+        descriptions.check(given, "load")
+    path, meta, kind = checkpoint.path, checkpoint.meta, str(checkpoint.meta.get("kind"))
+    if kind not in (manifest.MIX, manifest.SHARDED, manifest.SEVERAL):
+        load_to = lambda device: _load(checkpoint, given, example, device, back)
+        return narrowed(load_to, path, given is not None, device, back.cast)
+    names = list(manifest.generations(checkpoint.generation))
+    buffers = examples = dict.fromkeys(names)
+    if kind == manifest.SEVERAL:
+        whole = _shaped(path, meta["forms"]["buffer"], dict.fromkeys(names))
+        _shaped(path, meta["forms"]["state"], dict.fromkeys(names))
+        if given is not None:
+            buffers = descriptions.for_each(whole, given, "load: buffers")
+        if example is not None:
+            examples = descriptions.for_each(whole, example, "load: examples")
+    else:
+        plain = None if given is None else descriptions.without_mesh(given)
+        cls = Mix if kind == manifest.MIX else Sharded
+        saved = descriptions.matched(path, meta["buffer"], plain, cls)
+        whole = saved if given is None else given
+        expected = list(descriptions.each(whole))
+        if names != expected:
+            raise DamagedError(f"{path}: expected the parts {expected}, got {names}.")
+        buffers = buffers if given is None else descriptions.each(given)
+        examples = dict.fromkeys(names, example)
+    decodes = descriptions.hook_for_each(whole, back.decode, "load: decode functions")
+    items: dict[str, Any] = dict.fromkeys(decodes)
+    if back.items is not None:
+        items = descriptions.for_each(whole, back.items, "load: items")
+
+    def load_part(name: str, device: Any) -> tuple[Any, Any]:
+        inward = dataclasses.replace(back, decode=decodes[name], items=items[name])
+        return load(checkpoint.part(name), buffers[name], examples[name], device, inward)
+
+    if isinstance(whole, Sharded):
+        return _load_shards(path, whole.on_mesh(device), names, load_part)
+    parts = {name: load_part(name, device) for name in descriptions.each(whole)}
+    loaded = {name: part[0] for name, part in parts.items()}
+    states = {name: part[1] for name, part in parts.items()}
+    if isinstance(whole, Mix):
+        return dataclasses.replace(whole, buffers=tuple(loaded.values())), tuple(states.values())
+    forms = meta["forms"]
+    return _shaped(path, forms["buffer"], loaded), _shaped(path, forms["state"], states)
+
+
+def _load_shards(path: str, whole: Sharded, names: list[str], load_part: Any) -> tuple[Any, Any]:
+    """Loads the shards of this process."""
+    states = {}
+    for place, numbers in whole.layout.groups().items():
+        for number in numbers:
+            buffer, states[number] = load_part(names[number], place)
+            if buffer.storage != whole.buffer.storage:
+                raise DamagedError(f"{path}: part '{names[number]}': expected the whole's storage.")
+    return whole, whole.join(states)
+
+
+def _shaped(path: str, form: Any, parts: dict[str, Any]) -> Any:
+    """Returns the dict or tuple that a generation says, of these entries."""
+    numbered = map(str, range(min(form.get("tuple", 0), len(parts) + 1)))
+    names = form.get("dict") or form.get("fields") or list(numbered)
+    if set(names) != parts.keys():
+        raise DamagedError(f"{path}: expected the parts {list(parts)}, got {form}.")
+    return {n: parts[n] for n in names} if "dict" in form else tuple(parts[n] for n in names)
+
+
+# One buffer.
 
 
 def narrowed(
     load: Callable[[Device], tuple[Any, Any]], path: str, given: bool, device: Device, cast: bool
 ) -> tuple[Any, Any]:
-    """Returns what is loaded; with `cast`, items are converted where JAX would not keep them.
-
-    Args:
-        load: loads a buffer and its state to a device.
-        path: where they are.
-        given: whether the description is one of the user.
-        device: where they go.
-        cast: whether items are converted, as by `jrb.ReplayBuffer(cast=True)`.
-    """
+    """Returns what is loaded; with `cast`, items are converted where JAX would not keep them."""
     try:
         return load(device)
     except schema.WideError:
@@ -132,60 +183,55 @@ def _load(
     device: Device,
     back: Inward,
 ) -> tuple[Any, Any]:
-    path, store, form, kind = (
-        checkpoint.path,
-        checkpoint.store,
-        checkpoint.form,
-        checkpoint.meta.get("kind"),
-    )
+    """Returns the description and the state of one buffer."""
+    path, store, meta = checkpoint.path, checkpoint.store, checkpoint.meta
+    form, kind = meta.get("form") or {}, meta.get("kind")
     back.check(path, form)
     if kind not in (saving.BUFFER, saving.STORE):
         raise ValueError(f"{path}: expected a checkpoint of a buffer, got one of kind {kind!r}.")
-    buffer, spec = schema.fitting(path, checkpoint.meta, given, example)
+    buffer, spec = schema.fitting(path, meta, given, example)
+    is_kept = form.get("kind") == external_items.KEPT
+    of_objects = form.get("kind") == objects.KIND or (is_kept and "sums" not in form)
+    if of_objects != buffer.storage.of_objects:  # in a forged file
+        name = type(buffer.storage).__name__
+        raise DamagedError(f"{path}: expected items as a {name} has them, got {form or 'rows'}.")
     if kind == saving.STORE:
         return _reopened(checkpoint, buffer, spec, device, back.verify)
     buffer = schema.loadable(buffer, given is not None)
-    want = schema.batched(schema.blank(buffer, spec), tuple(checkpoint.meta["batch"]))
+    want = schema.batched(schema.blank(buffer, spec), tuple(meta["batch"]))
     on_host = schema.is_on_host(buffer)
     opening.check(store, rows=on_host or bool(form))  # else they are checked when read
-    if not form:
-        state = _restored(checkpoint, want, device, with_rows=not on_host)
-        if on_host:  # the rows are copied as they are, but for zeros that were never written
-            state = external_items.restored(
-                buffer, want, state, spec, _all_rows(store, spec), device
-            )
-        return buffer, state
-    seen = external_items.without(schema.on_device(buffer), want)
-    state = _restored(checkpoint, seen, device, in_rows=False)
-    if form["kind"] == objects.KIND:
-        storage = objects.restored(path, checkpoint.generation, form, buffer, device)
-        return buffer, state.replace(storage=storage)
-    if form["kind"] == external_items.KEPT:
-        slots = external_items.in_order(buffer, state.writer)
-        if buffer.storage.of_objects:
-            storage = objects.kept(path, form, slots, buffer, back.items)
+    pieces: Pieces
+    if form:
+        seen = external_items.without(schema.on_device(buffer), want)
+        state = _restored(checkpoint, seen, device, in_rows=False)
+        slots = external_items.in_order(buffer, state.writer) if is_kept else None
+        if slots is not None and form["count"] != len(slots):
+            raise DamagedError(f"{path}: expected {len(slots)} items, got {form['count']}.")
+        if of_objects:
+            blobs = path, form, checkpoint.generation
+            storage = objects.restored(*blobs, buffer, slots, back.items, device)
             return buffer, state.replace(storage=storage)
-        pieces = external_items.kept_pieces(path, form, slots, spec, back.items)
+        if slots is not None:
+            pieces = external_items.kept_pieces(path, form, slots, spec, back.items)
+        else:
+            saved = checkpoint.generation
+            pieces = external_items.decoded(path, store, saved, form, spec, back.decode)
     else:
-        pieces = external_items.decoded(
-            checkpoint.path, store, checkpoint.generation, form, spec, back.decode
-        )
+        state = _restored(checkpoint, want, device, with_rows=not on_host)
+        if not on_host:
+            return buffer, state
+        pieces = _all_rows(store, spec)  # copied as they are, but for zeros never written
     return buffer, external_items.restored(buffer, want, state, spec, pieces, device)
 
 
-def _all_rows(store: Store, spec: Item) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+def _all_rows(store: Store, spec: Item) -> Pieces:
     """Yields all slots up to the last one written, and their items, a few megabytes at a time."""
     specs = jax.tree.leaves(external_items.host_spec(spec))
     width = sum(column.width for column in store.table.columns)
     for slots in schema.in_parts(np.arange(store.reach), width):
         rows = store.take(store.version, [slots] * len(store.table.columns))
-        yield (
-            slots,
-            [
-                np.ascontiguousarray(row).view(leaf.dtype).reshape(len(slots), *leaf.shape)
-                for row, leaf in zip(rows, specs, strict=True)
-            ],
-        )
+        yield slots, external_items.viewed(rows, specs)
 
 
 # A state of its leaves.
@@ -198,14 +244,10 @@ def _restored(
     in_rows: bool = True,
     with_rows: bool = True,
 ) -> BufferState:
-    """Returns the state of these specs, as it was saved; its arrays on a device.
+    """Returns the state of the specs `want`, as it was saved; its arrays on a device.
 
-    Args:
-        checkpoint: the source.
-        want: what it must be.
-        device: for its arrays.
-        in_rows: whether some of its leaves are in rows; else it has only the arrays.
-        with_rows: False to leave out the arrays of leaves that are in rows.
+    Without `in_rows`, none of its leaves is in rows; without `with_rows`, those that are in rows
+    are left empty.
     """
     # Files have leaves, not nodes of trees and packed arrays, which depend on backend and version.
     specs = schema.with_tree_leaves(want)
@@ -285,7 +327,7 @@ def _fill(
     if is_alike and order.envs is None and capacity == target.shape[1]:
         store.read_columns({location.column: target.reshape(store.slots, width)})
         return
-    # Leaves that lay otherwise when they were saved are put in one by one.
+    # Leaves that were packed otherwise when they were saved are put in one by one.
     for name, leaf in leaves.items():
         part, location = leaf.part if is_packed else slice(0, width), places[name]
         if location is None:
@@ -319,8 +361,7 @@ def _reopened(
         opening.check(store, rows=True)
     specs = schema.blank(buffer, spec).replace(storage=None)
     state = _restored(checkpoint, specs, device, in_rows=False)
-    if len(store.lost):
-        state = _without_lost(checkpoint, buffer, spec, state)
+    state = _without_lost(checkpoint, buffer, spec, state) if len(store.lost) else state
     view = host_rows.view(StoreRows(store, spec, buffer.writer.is_chronological), store.version)
     state = external_items.attach(buffer, state, view)
     return buffer, state if device is None else jax.device_put(state, device)

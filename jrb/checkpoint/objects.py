@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._store.errors import DamagedError
-from jrb._store.generation import Generation
+from jrb._store.generation import NATURAL, Generation, check_json
 from jrb._util import casting, wording
-from jrb._util.pytree import PyTree
 from jrb.checkpoint import descriptions, external_items
 from jrb.checkpoint.schema import Snapshot
 from jrb.state import Buffer, Device
@@ -89,50 +88,79 @@ def _packed_array(value: Any, where: str) -> Any:
     return _extension(kind, [name, list(value.shape), raw.tobytes()])
 
 
-def _msgpack() -> Any:
-    return wording.require("msgpack", "objects")
-
-
 def _extension(kind: int, value: list[Any]) -> Any:
-    return _msgpack().ExtType(kind, _pack(value))
+    return wording.require("msgpack", "objects").ExtType(kind, _pack(value))
 
 
 def _pack(value: Any) -> bytes:
-    return _msgpack().packb(value, unicode_errors="surrogatepass")
+    return wording.require("msgpack", "objects").packb(value, unicode_errors="surrogatepass")
 
 
 def restored(
-    path: str, generation: Generation, form: dict[str, Any], buffer: Buffer, device: Device
+    path: str,
+    form: dict[str, Any],
+    saved: Generation,
+    buffer: Buffer,
+    slots: np.ndarray | None,
+    items: Any,
+    device: Device,
 ) -> Any:
-    """Returns the storage's state with all objects."""
+    """Returns the storage's state: with the saved objects, or at `slots` with those of a user."""
+    if slots is None:
+        slots, objects = _saved_objects(path, form, saved, buffer, device)
+    else:
+        objects, mend = items, external_items.MEND
+        if not isinstance(items, list | tuple):
+            raise TypeError(f"{path}: items: expected a list, got {type(items).__name__}. {mend}")
+        if len(items) != len(slots):
+            raise ValueError(
+                f"{path}: items: expected {len(slots)} objects, got {len(items)}. {mend}"
+            )
+    state = buffer.storage.make(buffer.ring, {}, None, True)
+    return buffer.storage.put_values(state, None, slots, list(objects)) if len(slots) else state
+
+
+def _saved_objects(
+    path: str, form: dict[str, Any], saved: Generation, buffer: Buffer, device: Device
+) -> tuple[np.ndarray, list[Any]]:
+    """Returns the slots that have objects, and these."""
     if form.get("format") != FORM["format"]:
         raise ValueError(
             f"{path}: expected objects that were written by msgpack, got those of jrb 0.1.0 in its "
             "own format. Load them with that version, and keep what jrb.items(buffer, state) gives."
         )
     try:
-        blobs = _unpack(generation.array(_ARRAY, np.uint8).data, device)
+        blobs = _unpack(saved.array(_ARRAY, np.uint8).data, device)
         if not isinstance(blobs, list) or len(blobs) != buffer.capacity:
             raise ValueError(f"no list of {buffer.capacity} blobs")
         # No object packs to an empty blob: None has a byte.
         slots = np.array([slot for slot, blob in enumerate(blobs) if blob], np.int64)
-        objects = [_unpack(blobs[slot], device) for slot in slots]
-    except (ValueError, IndexError) as error:  # all errors of msgpack are below ValueError
+        return slots, [_unpack(blobs[slot], device) for slot in slots]
+    except (ValueError, RecursionError) as error:  # all errors of msgpack are below ValueError
         raise DamagedError(f"{path}: expected objects, got {error!r}.") from error
-    return _filled(buffer, slots, objects)
 
 
 def _unpack(data: Any, device: Device) -> Any:
     def extension(kind: int, inner: Any) -> Any:
         value = _unpack(inner, device)
-        return tuple(value) if kind == _TUPLE else _restored_array(kind, value, device)
+        if kind == _TUPLE:
+            check_json(value, list, "a tuple")
+            return tuple(value)
+        check_json(value, [str, [NATURAL], bytes], "an array")
+        name, shape, data = value
+        return _restored_array(kind, name, shape, data, device)
 
-    return _msgpack().unpackb(data, ext_hook=extension, unicode_errors="surrogatepass")
+    msgpack = wording.require("msgpack", "objects")
+    return msgpack.unpackb(data, ext_hook=extension, unicode_errors="surrogatepass")
 
 
-def _restored_array(kind: int, value: Any, device: Device) -> Any:
-    name, shape, data = value
-    dtype = np.dtype(name) if name[1:2] in "SUMm" else descriptions.dtype_of(name)
+def _restored_array(
+    kind: int, name: str, shape: list[int], data: bytes, device: Device
+) -> np.ndarray | np.generic | jax.Array:
+    try:
+        dtype = np.dtype(name) if name[1:2] in (*"SUMm",) else descriptions.dtype_of(name)
+    except TypeError as error:
+        raise ValueError(f"a dtype {name!r}") from error
     spec = casting.raw_spec(jax.ShapeDtypeStruct(tuple(shape), dtype))
     raw = np.frombuffer(bytearray(data), spec.dtype) if data else np.zeros(0, spec.dtype)
     raw = raw.reshape(spec.shape)
@@ -146,21 +174,3 @@ def _restored_array(kind: int, value: Any, device: Device) -> Any:
         )
     array = casting.wrapped(array, dtype)
     return array if device is None else jax.device_put(array, device)
-
-
-def _filled(buffer: Buffer, slots: np.ndarray, objects: list[Any]) -> Any:
-    """Returns a state of the storage with objects at slots `[K]`."""
-    state = buffer.storage.make(buffer.ring, {}, None, True)
-    return buffer.storage.put_values(state, None, slots, objects) if len(slots) else state
-
-
-def kept(path: str, form: dict[str, Any], slots: np.ndarray, buffer: Buffer, items: PyTree) -> Any:
-    """Returns a state of the storage with the objects of a user."""
-    mend = external_items.MEND
-    if not isinstance(items, list | tuple):
-        raise TypeError(f"{path}: items: expected a list, got {type(items).__name__}. {mend}")
-    if len(items) != form["count"]:
-        raise ValueError(
-            f"{path}: items: expected {form['count']} objects, got {len(items)}. {mend}"
-        )
-    return _filled(buffer, slots, list(items))

@@ -38,7 +38,7 @@ import numpy as np
 from jrb._core import memory
 from jrb._util import wording
 from jrb._util.pytree import Leaf
-from jrb.checkpoint import api, composite
+from jrb.checkpoint import api, saving
 from jrb.checkpoint.external_items import Outward
 from jrb.checkpoint.saving import ExtraData
 
@@ -58,7 +58,7 @@ class BufferHandler(_Handler):
     def save(self, directory: Any, args: "BufferSave") -> None:
         """Writes the state, and returns when that is done."""
         path = os.path.join(os.fspath(directory), FOLDER)
-        api.save_snapshot(path, composite.snapshot(args.buffer, args.state), 0)
+        api.save_snapshot(path, saving.snapshot(args.buffer, args.state), 0)
 
     async def async_save(self, directory: Any, args: "BufferSave") -> list[Any]:
         """Copies the state to host memory; then it may be donated.
@@ -66,7 +66,7 @@ class BufferHandler(_Handler):
         Returns:
             What waits until the folder is there, and then writes the copy.
         """
-        copy = composite.snapshot(args.buffer, jax.tree.map(_copied, args.state))
+        copy = saving.snapshot(args.buffer, jax.tree.map(_copied, args.state))
         path = os.path.join(os.fspath(directory), FOLDER)
 
         async def write() -> None:
@@ -110,9 +110,9 @@ class BufferSave(_Args):
     state: Any
 
     def __post_init__(self) -> None:
-        saved = composite.snapshot(self.buffer, self.state)
-        with composite.reading(saved):
-            composite.job("", saved, ExtraData(), Outward())
+        saved = saving.snapshot(self.buffer, self.state)
+        with saving.reading(saved):
+            saving.job("", saved, ExtraData(), Outward())
         if jax.process_count() > 1:
             raise NotImplementedError(
                 f"save: expected a program of one process, got {jax.process_count()}. Save the "

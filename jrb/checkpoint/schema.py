@@ -1,9 +1,8 @@
 """States as checkpoints see them: their leaves by name, their specs, and their rows.
 
-N capacity, V the buffers of a state under `vmap`. A state that is saved, and the specs of
-one that is loaded, are seen leaf by leaf: packed arrays by the leaves of items in them,
-trees by their leaves, items on the host by `HostLeaf`s. Files have the names of these leaves. Slot
-s of buffer v is row v * N + s of a checkpoint.
+N capacity, V the buffers of a state under `vmap`. Packed arrays are seen as the leaves of items in
+them, trees as their leaves, items on the host as `HostLeaf`s: files have the names of these. Slot s
+of buffer v is row v * N + s of a checkpoint.
 """
 
 import contextlib
@@ -55,14 +54,7 @@ BEYOND = "#beyond"
 
 @dataclasses.dataclass(frozen=True)
 class PackedLeaf:
-    """A leaf of all items inside a packed array; it has the shape and dtype of a column.
-
-    Attributes:
-        array: the name of the packed array.
-        part: the leaf's bytes in a row of that.
-        shape: `[..., N, ...]`.
-        dtype: of its words.
-    """
+    """A leaf of all items inside a packed array: the bytes `part` of each of its rows."""
 
     array: str
     part: slice
@@ -72,14 +64,7 @@ class PackedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class HostLeaf:
-    """A leaf of all items on the host, with the shape and dtype of an array `[N, ...]`.
-
-    Attributes:
-        view: the rows that it is in.
-        number: of the leaf.
-        shape: N, and that of an item.
-        dtype: as items have it, or of its words.
-    """
+    """A leaf of all items on the host, `[N, ...]`, by its number in a view."""
 
     view: HostView
     number: int
@@ -217,7 +202,7 @@ def loadable(buffer: Description, given: bool) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The state of one buffer, asked and checked before anything is written.
+    """The state of one buffer, checked before anything is written.
 
     Attributes:
         buffer: the description.
@@ -278,18 +263,14 @@ def snapshot(buffer: Buffer, state: BufferState) -> Snapshot:
     elif is_on_host(buffer):
         view = buffer.storage.view(stored)
         specs, structure = jax.tree.flatten(view.rows.spec)
-        leaves = [
-            _column(
-                lambda dtype, number=number, shape=(view.capacity, *spec.shape): HostLeaf(
-                    view, number, shape, dtype
-                ),
-                spec.dtype,
-            )
-            for number, spec in enumerate(specs)
-        ]
+
+        def host_leaf(number: int, spec: jax.ShapeDtypeStruct) -> Any:
+            shape = (view.capacity, *spec.shape)
+            return _column(lambda dtype: HostLeaf(view, number, shape, dtype), spec.dtype)
+
+        leaves = [host_leaf(number, spec) for number, spec in enumerate(specs)]
         seen = state.replace(storage=jax.tree.unflatten(structure, leaves))
-    leaves, structure = jax.tree.flatten(pytree.spec_of(seen, "save"))
-    spec, batch = _fitted(on_device(buffer), structure, tuple(leaves), compat.is_x64())
+    spec, batch = _fitted(on_device(buffer), pytree.spec_of(seen, "save"))
     return Snapshot(buffer, seen, spec, batch, stored)
 
 
@@ -299,32 +280,26 @@ def blank(buffer: Buffer, spec: Item) -> Any:
     return _blank(buffer, structure, tuple(leaves), compat.is_x64())
 
 
-# Both are remembered: a program saves and loads states of the same kind again and again.
-
-
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=16)  # a program loads states of the same kind again and again
 def _blank(buffer: Buffer, structure: Any, leaves: tuple, x64: bool) -> Any:
     spec = jax.tree.unflatten(structure, leaves)
     return jax.eval_shape(lambda: validate.blank(on_device(buffer), spec))
 
 
-@functools.lru_cache(maxsize=16)
-def _fitted(
-    buffer: Buffer, structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...], x64: bool
-) -> tuple[Item, tuple[int, ...]]:
+def _fitted(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:
     """Returns the spec of an item in a state of these specs, and the axes that `vmap` has put."""
     # `vmap` may have put axes before all leaves. The storage knows the shape of an item only
     # without them, so try none, one, two and three.
-    specs = jax.tree.unflatten(structure, leaves)
+    leaves = jax.tree.leaves(specs)
     for axes in range(4):
         strip = lambda leaf, axes=axes: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
+        single, batch = jax.tree.map(strip, specs), leaves[0].shape[:axes]
         try:
-            spec = buffer.storage.spec(jax.tree.map(strip, specs).storage)
-            want = blank(buffer, spec)
-        except (TypeError, ValueError, AttributeError, IndexError):
+            validate.check(buffer, single)  # which the verbs have asked before, mostly
+            spec = buffer.storage.spec(single.storage)
+        except (TypeError, ValueError, AttributeError, LookupError):
             continue
-        batch = leaves[0].shape[:axes]
-        if pytree.alike(batched(want, batch), specs):
+        if all(leaf.shape[:axes] == batch for leaf in leaves):
             return spec, batch
     other = ValueError("save: expected a state of this buffer, got another.")
     try:
@@ -397,22 +372,17 @@ def text_of(buffer: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class StateRows:
-    """The leaves of a state that are in rows.
+    """The leaves of a state that are in rows: packed arrays, and leaves in arrays of their own.
 
-    Attributes:
-        columns: one for each packed array, and one for each leaf with an array of its own.
-        sources: of each column on the host `[V, N or more, width]` of uint8, or a `HostLeaf`, or an
-            array of another device.
-        orders: of the rows of each source.
-        buffers: V.
-        capacity: N.
+    The source of a column is `[V, N or more, width]` of uint8 on the host, or a `HostLeaf`, or an
+    array of another device.
     """
 
     columns: tuple[Column, ...]
     sources: tuple[Any, ...]
-    orders: tuple[RowOrder, ...]
-    buffers: int
-    capacity: int
+    orders: tuple[RowOrder, ...]  # of the rows of each source
+    buffers: int  # V
+    capacity: int  # N
 
     @property
     def count(self) -> int:
@@ -551,7 +521,8 @@ def fitting(
         parts = node["leaves"] if is_unknown else [node]
         specs = [descriptions.decode_structure(part) for part in parts]
         spec = specs if is_unknown else specs[0]
-    for name, leaf in zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True):
+        by_leaf = by_name(spec)
+    for name, leaf in by_leaf.items():
         is_key = casting.is_keys(leaf.dtype)
         if not is_key and leaf.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype):
             raise WideError(

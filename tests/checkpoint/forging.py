@@ -70,7 +70,12 @@ def forge_h5(path, about=None, attributes=None):
             text = np.frombuffer(json.dumps(about).encode(), np.uint8)
             file["jrb"] = text
             file["jrb"].attrs["dtype"] = "uint8"
-    data = path.read_bytes()  # HDF5 has cut the seal off
+    seal_h5(path)
+
+
+def seal_h5(path):
+    """Gives a file a right checksum; HDF5 has cut the old one off."""
+    data = path.read_bytes()
     path.write_bytes(data + struct.pack("<8sIQ", b"jrb-crc1", zlib.crc32(data), len(data)))
 
 

@@ -24,7 +24,7 @@ from jrb._store import files, generation
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
 from jrb.authoring import casting
-from jrb.checkpoint import api, composite
+from jrb.checkpoint import api, saving
 
 TED = {
     "observation": jnp.zeros(3),
@@ -422,7 +422,7 @@ def test_a_background_save_holds_what_the_state_was(tmp_path):
             state = add(state, testing.rows({"x": jnp.zeros(10_000)}, jnp.float32(number), 3))
         assert not save.done()
         with pytest.raises(checkpoint.LockedError):
-            api.save_snapshot(str(tmp_path), composite.snapshot(buffer, kept), 0)
+            api.save_snapshot(str(tmp_path), saving.snapshot(buffer, kept), 0)
         go.set()
         save.wait()
     finally:
@@ -967,7 +967,7 @@ def test_a_disk_that_fails_under_hdf5_leaves_the_file_that_was_there(compression
     seen, fatal = [], [-1]
 
     def strike(operation, *rest):
-        if operation in ("pwrite", "resize", "fsync"):
+        if operation in ("create", "pwrite", "fsync"):
             seen.append(operation)
             if len(seen) == fatal[0]:
                 raise OSError(errno.ENOSPC, "No space left on device")

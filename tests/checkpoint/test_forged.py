@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import random
+import zlib
 
 import h5py
 import jax
@@ -178,3 +179,110 @@ def test_what_is_no_checkpoint_of_ours_is_not_called_damaged(tmp_path):
             jrb.load(tmp_path / name)
         assert not isinstance(caught.value, checkpoint.DamagedError)
         assert "not a jrb checkpoint" in checkpoint.verify(tmp_path / name)[0]
+
+
+LONG = {"shape": (1 << 40,), "chunks": (64,)}  # of which no byte is in the file
+
+
+@pytest.mark.parametrize(
+    "name", ["jrb", "state/writer/cursor", "state/sampler/masses", "trajectories/000000/action"]
+)
+@pytest.mark.parametrize(
+    "other",
+    [
+        None,
+        LONG,
+        LONG | {"compression": "gzip"},
+        {"shape": (3, 2)},
+        {"dtype": "f8"},
+        {"dtype": "O"},
+    ],
+)
+def test_a_dataset_of_another_size_is_refused_before_it_is_read(name, other, tmp_path):
+    path = tmp_path / "x"
+    save("h5", path)
+    with h5py.File(path, "r+", locking=False) as file:
+        old, dtype = file[name], file[name].attrs["dtype"]
+        options = {"shape": old.shape, "dtype": old.dtype} | (other or {})
+        if options["dtype"] == "O":
+            options["dtype"] = h5py.string_dtype()
+        del file[name]
+        if other is not None:
+            file.create_dataset(name, **options).attrs["dtype"] = dtype
+    forging.seal_h5(path)
+    with pytest.raises(checkpoint.DamagedError, match=str(path)):
+        jrb.load(path)
+
+
+def changed(path, change):
+    """Changes the metadata of the newest generation of a folder."""
+    file = forging.generation_at(path)
+    head, body, rest = forging.parsed(file.read_bytes())
+    change(body["meta"])
+    file.write_bytes(forging.packed(head, body, rest))
+
+
+def set_to(*where, value):
+    """A change: another value at a path, `...` for none."""
+
+    def change(node):
+        for key in where[:-1]:
+            node = node[key]
+        node[where[-1]] = value
+        if value is ...:
+            del node[where[-1]]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("list", set_to("buffer", "fields", "storage", value=...)),
+        ("list", set_to("form", value=None)),
+        ("list", set_to("form", value={"kind": "apart", "count": 3, "sums": []})),
+        ("native", set_to("form", value={"kind": "objects", "format": "msgpack"})),
+        ("native", set_to("items", "dict", 1, 0, value=7)),
+        ("apart", set_to("form", "sums", value=...)),
+        ("apart", set_to("form", "sums", value=[1])),
+        ("apart", set_to("form", "count", value=5)),
+    ],
+)
+def test_items_that_do_not_go_with_the_rest_are_refused(kind, change, tmp_path):
+    save(kind, tmp_path)
+    changed(tmp_path, change)
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        jrb.load(tmp_path, **OPTIONS.get(kind, {}))
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        [1, ["int32", [1], b"\0\0\0\0"], 5],
+        [1, [3, [1], b"\0\0\0\0"]],
+        [1, ["int32", [-1], b"\0\0\0\0"]],
+        [1, ["int32", [2], b"\0\0\0\0"]],
+        [1, ["int32", "1", b"\0\0\0\0"]],
+        [1, ["<M8[nothing]", [1], b"\0" * 8]],
+        [1, ["|S1,O", [1], b"\0" * 9]],
+        [1, ["O", [0], b""]],
+        [3, ["uint7", [1], b"\0"]],
+        [0, 5],
+        [0, "text"],
+    ],
+)
+def test_objects_that_were_never_saved_are_refused(blob, tmp_path):
+    msgpack = pytest.importorskip("msgpack")
+    save("list", tmp_path)
+    kind, *inner = blob
+    extension = msgpack.ExtType(kind, msgpack.packb(inner[0] if len(inner) == 1 else inner))
+    data = msgpack.packb([msgpack.packb(extension), *[b""] * 5])
+    file = forging.generation_at(tmp_path)
+    head, body, rest = forging.parsed(file.read_bytes())
+    (entry,) = [it for it in body["arrays"] if it["name"] == ".objects"]
+    start = sum(it["size"] for it in body["arrays"][: body["arrays"].index(entry)])
+    rest = rest[:start] + data + rest[start + entry["size"] :]
+    entry.update(size=len(data), sum=zlib.crc32(data))
+    file.write_bytes(forging.packed(head, body, rest))
+    with pytest.raises(checkpoint.DamagedError, match=str(tmp_path)):
+        jrb.load(tmp_path)

@@ -15,7 +15,7 @@ import jrb
 from jrb import checkpoint
 from jrb._core import memory
 from jrb._store import files, threads
-from jrb.checkpoint import api, composite, descriptions, saving
+from jrb.checkpoint import api, descriptions, saving
 from jrb.checkpoint.saving import ExtraData
 
 pytestmark = [
@@ -208,7 +208,7 @@ class Board:
             return self.told[name]
 
 
-class Process(composite.ProcessGroup):
+class Process(saving.ProcessGroup):
     """One that works when no other does."""
 
     board: Board
@@ -235,7 +235,7 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
         each = whole(sharded, state)
         return {name: one for name, one in each.items() if name % count == local.number}
 
-    monkeypatch.setattr(composite, "processes", of_this_process)
+    monkeypatch.setattr(saving, "processes", of_this_process)
     monkeypatch.setattr(jrb.Sharded, "split", mine)
 
     def in_turn(verb):
@@ -246,14 +246,14 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
         return alone
 
     for name in ("_expire_parts", "close"):
-        monkeypatch.setattr(composite.GroupJob, name, in_turn(getattr(composite.GroupJob, name)))
+        monkeypatch.setattr(saving.GroupJob, name, in_turn(getattr(saving.GroupJob, name)))
     monkeypatch.setattr(threads, "WORKERS", 1)
     told = [None] * count
 
     def run(number):
         local.number = number
         try:
-            saved = composite.snapshot(sharded, state)
+            saved = saving.snapshot(sharded, state)
             extra = options.get("extra", ExtraData())
             told[number] = api.save_snapshot(str(path), saved, 0, extra)
         except OSError as error:
@@ -343,7 +343,7 @@ def test_one_that_fails_before_it_writes_says_so_to_the_others():
     told = []
 
     def run(number, work):
-        one = composite.ProcessGroup(number, 2, board.leave, board.fetch, "save")
+        one = saving.ProcessGroup(number, 2, board.leave, board.fetch, "save")
         try:
             told.append(one.all_gather_json(work))
         except Exception as error:
