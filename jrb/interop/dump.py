@@ -1,7 +1,7 @@
 """The items of another library, and how they become a state."""
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -71,20 +71,24 @@ class Dump(NamedTuple):
         verbs = jitted(writable(buffer))
         for piece in pieces(order, tree_nbytes(spec) * ring.envs):
             state = verbs.extend(state, jax.tree.map(operator.itemgetter(piece), self.items))
-        sampler = buffer.sampler
-        if "priorities" not in self.info or not isinstance(sampler, PrioritizedSampler):
-            return state
-        if not writer.is_chronological:
+        if "priorities" in self.info and isinstance(buffer.sampler, PrioritizedSampler):
+            return self._with_priorities(buffer, state, order, start)
+        return state
+
+    def _with_priorities(
+        self, buffer: ReplayBuffer, state: BufferState, order: np.ndarray, start: int
+    ) -> BufferState:
+        """Returns the state with the priorities of rows that were written from `start` on."""
+        ring, sampler = buffer.ring, cast(PrioritizedSampler, buffer.sampler)
+        if not buffer.writer.is_chronological:
             raise ValueError(
                 f"into: expected a writer that keeps the order of time, got "
-                f"{type(writer).__name__}: no slot is known for each of the priorities. Leave them "
-                "out of info."
+                f"{type(buffer.writer).__name__}: no slot is known for each of the priorities. "
+                "Leave them out of info."
             )
         places = (start + np.arange(len(order))) % ring.rows
         slots = places[:, None] * ring.envs + np.arange(ring.envs)
         values = np.asarray(self.info["priorities"], np.float32)[order].reshape(-1)
-        most = self.info.get("max_priority")
-        assigned = sampler.assign(
-            state.sampler, jnp.asarray(slots.reshape(-1)), jnp.asarray(values), most
-        )
+        most, slots = self.info.get("max_priority"), jnp.asarray(slots.reshape(-1))
+        assigned = sampler.assign(state.sampler, slots, jnp.asarray(values), most)
         return state.replace(sampler=assigned)

@@ -85,9 +85,10 @@ def read_flashbax(
             f"{jnp.shape(state.current_index)}. Take them one by one: "
             "jax.tree.map(lambda leaf: leaf[number], state)."
         )
-    exponent = priority_exponent
-    if not 0 <= exponent <= 1:
-        raise ValueError(f"priority_exponent: expected a number in [0, 1], got {exponent!r}.")
+    if not 0 <= priority_exponent <= 1:
+        raise ValueError(
+            f"priority_exponent: expected a number in [0, 1], got {priority_exponent!r}."
+        )
     if sequence_length is not None and sequence_length < 1:
         raise ValueError(f"sequence_length: expected at least 1, got {sequence_length!r}.")
     envs, length = jax.tree.leaves(state.experience)[0].shape[:2]
@@ -96,18 +97,25 @@ def read_flashbax(
     items = jax.tree.map(lambda leaf: _time_first(leaf)[:rows], state.experience)
     info = {"cursor": cursor, "full": full, "num_envs": envs, "capacity": envs * length}
     if hasattr(state, "sum_tree_state"):
-        steps = _by_step(state.sum_tree_state, envs, length)
-        # A sequence is whole if nothing of it was overwritten; what was never written is oldest.
-        whole = steps > 0
-        if sequence_length is not None:
-            age = (np.arange(length) - cursor) % length
-            whole = (steps >= 0) & (age + sequence_length <= length)[:, None]
-        raised = np.where(whole, steps, 0.0).astype(np.float64)
-        root = lambda value: value if exponent == 0 else value ** (1 / exponent)
-        priorities = np.where(whole, root(raised), _NO_ITEM).astype(np.float32)[:rows]
-        most = root(float(state.sum_tree_state.max_recorded_priority))
-        info |= {"priorities": priorities, "alpha": exponent, "eps": 0.0, "max_priority": most}
+        info |= _priorities(state.sum_tree_state, info, priority_exponent, sequence_length)
     return _squeezed(Dump(items, info)) if squeeze else Dump(items, info)
+
+
+def _priorities(tree: Any, info: dict[str, Any], exponent: float, sequence: int | None) -> Any:
+    """Returns what a sum-tree says of the steps that were written; see `read_flashbax`."""
+    envs, length = info["num_envs"], info["capacity"] // info["num_envs"]
+    steps = _by_step(tree, envs, length)
+    # A sequence is whole if nothing of it was overwritten; what was never written is oldest.
+    whole = steps > 0
+    if sequence is not None:
+        age = (np.arange(length) - info["cursor"]) % length
+        whole = (steps >= 0) & (age + sequence <= length)[:, None]
+    raised = np.where(whole, steps, 0.0).astype(np.float64)
+    root = lambda value: value if exponent == 0 else value ** (1 / exponent)
+    priorities = np.where(whole, root(raised), _NO_ITEM).astype(np.float32)
+    most = root(float(tree.max_recorded_priority))
+    rows = length if info["full"] else info["cursor"]
+    return {"priorities": priorities[:rows], "alpha": exponent, "eps": 0.0, "max_priority": most}
 
 
 def _time_first(leaf: Any) -> Any:

@@ -92,17 +92,7 @@ def read_torchrl(
         }
     else:
         leaves = _unfolded(storage, stored, rows)
-    items: dict[str, Any] = {}
-    for key, leaf in leaves.items():
-        # No file says that bools are bools, and rows that were never written may hold anything.
-        if leaf.dtype == np.bool_ and (leaf.view(np.uint8) > 1).any():
-            expected = f"leaf '{'/'.join(key)}' with bytes that are 0 or 1"
-            raise damaged(storage, expected, "others")
-        is_one = key[key[:1] == ("next",) :] in _ONCE and leaf.shape[len(lead) :] == (1,)
-        inner = items
-        for name in key[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[key[-1]] = leaf[..., 0] if squeeze and is_one else leaf
+    items = _nested(storage, leaves, len(lead), squeeze)
     info: dict[str, Any] = {
         "cursor": cursor % time,
         "full": rows == time,
@@ -112,6 +102,22 @@ def read_torchrl(
         "write_count": count,
     }
     return Dump(items, info | _read_priorities(folder, lead))
+
+
+def _nested(where: str, leaves: Leaves, axes: int, squeeze: bool) -> dict[str, Any]:
+    """Returns leaves as a nested dict; see `read_torchrl` for `squeeze`."""
+    items: dict[str, Any] = {}
+    for key, leaf in leaves.items():
+        # No file says that bools are bools, and rows that were never written may hold anything.
+        if leaf.dtype == np.bool_ and (leaf.view(np.uint8) > 1).any():
+            expected = f"leaf '{'/'.join(key)}' with bytes that are 0 or 1"
+            raise damaged(where, expected, "others")
+        is_one = key[key[:1] == ("next",) :] in _ONCE and leaf.shape[axes:] == (1,)
+        inner = items
+        for name in key[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[key[-1]] = leaf[..., 0] if squeeze and is_one else leaf
+    return items
 
 
 def _read_storage(folder: DumpFolder, max_expansion: float) -> StoredDump:

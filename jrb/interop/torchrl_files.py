@@ -4,7 +4,6 @@ N rows, K trajectories. Nothing is unpickled, no file outside the dump is opened
 believed before the file is as long as that.
 """
 
-import importlib
 import json
 import math
 import os
@@ -12,6 +11,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
+import h5py
 import jax.numpy as jnp
 import numpy as np
 
@@ -84,7 +84,7 @@ class DumpFolder:
             raise FileNotFoundError(f"{self.root}: expected a dump, found no folder there.")
 
     def path(self, *names: str) -> str:
-        """Returns the path of a file, which need not exist, unless a name leads out of the dump."""
+        """Returns the path of a file, which need not exist; raises if it is outside the dump."""
         path = os.path.join(self.root, *names)
         plain = all(name not in ("", ".", "..") and not {"/", "\0"} & {*name} for name in names)
         if not plain or os.path.realpath(path) != path:
@@ -197,66 +197,80 @@ def kind_of(entry: Any) -> str | None:
 # Dumps in HDF5.
 
 
-def read_h5(path: str, max_expansion: float) -> tuple[dict[str, Any], Leaves]:
-    """Reads what a dump says about itself, and its leaves `[N, ...]` or `[N + K, ...]`."""
-    h5py = importlib.import_module("h5py")  # which is slow to import
-    limit = ExpansionLimit(path, [path], max_expansion)
+class DumpFile:
+    """A dump in HDF5, out of which no link leads, and of which no size is believed."""
 
-    def member(group: Any, name: str) -> Any:
+    def __init__(self, path: str, file: h5py.File, max_expansion: float) -> None:
+        self._path, self._file = path, file
+        self._limit = ExpansionLimit(path, [path], max_expansion)
+        self._seen: set[Any] = set()
+
+    def member(self, group: Any, name: str) -> Any:
+        """Returns what has a name in a group, and is no link."""
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-            raise damaged(path, f"'{name}' in {group.name} itself", "nothing, or a link")
+            raise damaged(self._path, f"'{name}' in {group.name} itself", "nothing, or a link")
         return group[name]
 
-    def array(dataset: Any) -> np.ndarray:
+    def array(self, dataset: Any) -> np.ndarray:
         """Reads a dataset, if its file can hold as much."""
         size = math.prod(dataset.shape) * dataset.dtype.itemsize
         if dataset.external or dataset.is_virtual:
-            raise damaged(path, f"the data of {dataset.name} in this file", "them elsewhere")
+            raise damaged(self._path, f"the data of {dataset.name} in this file", "them elsewhere")
         stored = dataset.id.get_storage_size()
         filters = dataset.id.get_create_plist().get_nfilters()
         end = (dataset.id.get_offset() or 0) + stored
-        if size > stored * _MOST_RATIO**filters or end > os.path.getsize(path):
-            raise damaged(path, f"{size} bytes of {dataset.name}", f"{stored} bytes")
-        limit.add(size)
+        if size > stored * _MOST_RATIO**filters or end > os.path.getsize(self._path):
+            raise damaged(self._path, f"{size} bytes of {dataset.name}", f"{stored} bytes")
+        self._limit.add(size)
         return np.asarray(dataset[()])
 
-    seen: set[Any] = set()
-
-    def datasets(group: Any) -> Iterator[tuple[Key, np.ndarray]]:
+    def datasets(self, group: Any) -> Iterator[tuple[Key, np.ndarray]]:
         """Yields all datasets under a group; those that hold no numbers are passed over."""
-        if group in seen or not isinstance(group, h5py.Group):
-            raise damaged(path, f"{group.name} to be a group of its own", group)
-        seen.add(group)
+        if group in self._seen or not isinstance(group, h5py.Group):
+            raise damaged(self._path, f"{group.name} to be a group of its own", group)
+        self._seen.add(group)
         for name in map(str, group):
-            entry = member(group, name)
+            entry = self.member(group, name)
             if not isinstance(entry, h5py.Dataset):
-                yield from (((name, *key), leaf) for key, leaf in datasets(entry))
+                yield from (((name, *key), leaf) for key, leaf in self.datasets(entry))
             elif entry.dtype.kind in "biufc" and entry.shape is not None:
-                yield (name,), array(entry)
+                yield (name,), self.array(entry)
 
-    about: dict[str, Any] = {}
-    leaves: dict[Key, list[np.ndarray]] = {}
+    def about(self) -> dict[str, Any]:
+        """Returns what the dump says about itself."""
+        about: dict[str, Any] = {}
+        for name in (*ABOUT, "_len"):
+            value = self.member(self._file, name)
+            shape = value.shape if isinstance(value, h5py.Dataset) else None
+            if shape is None or math.prod(shape) > 32:
+                raise damaged(self._path, f"'{name}': a number or a few", value)
+            about[name] = self.array(value).tolist()
+        return about
+
+    def leaves(self) -> Leaves:
+        """Returns the leaves of all trajectories, one behind the other."""
+        groups = [name for name in map(str, self._file) if name.startswith("traj_")]
+        groups = [name for name in groups if name[5:].isdecimal()]
+        groups.sort(key=lambda name: int(name[5:]))
+        if [int(name[5:]) for name in groups] != list(range(len(groups))):
+            raise damaged(self._path, "trajectories from 0 on, each once", groups[:8])
+        leaves: dict[Key, list[np.ndarray]] = {}
+        for place, name in enumerate(groups):
+            for key, leaf in self.datasets(self.member(self._file, name)):
+                parts = leaves.setdefault(key, [])
+                parts.append(leaf)
+                same = leaf.ndim and leaf.shape[1:] == parts[0].shape[1:]
+                if len(parts) != place + 1 or not same:
+                    expected = f"'{'/'.join(key)}' in every trajectory, with rows of one shape"
+                    raise damaged(self._path, expected, f"{leaf.shape} in {name}")
+        return {key: np.concatenate(parts) for key, parts in leaves.items()}
+
+
+def read_h5(path: str, max_expansion: float) -> tuple[dict[str, Any], Leaves]:
+    """Reads what a dump says about itself, and its leaves `[N, ...]` or `[N + K, ...]`."""
     try:
         with h5py.File(path, "r") as file:
-            for name in (*ABOUT, "_len"):
-                value = member(file, name)
-                shape = value.shape if isinstance(value, h5py.Dataset) else None
-                if shape is None or math.prod(shape) > 32:
-                    raise damaged(path, f"'{name}': a number or a few", value)
-                about[name] = array(value).tolist()
-            groups = [name for name in map(str, file) if name.startswith("traj_")]
-            groups = [name for name in groups if name[5:].isdecimal()]
-            groups.sort(key=lambda name: int(name[5:]))
-            if [int(name[5:]) for name in groups] != list(range(len(groups))):
-                raise damaged(path, "trajectories from 0 on, each once", groups[:8])
-            for place, name in enumerate(groups):
-                for key, leaf in datasets(member(file, name)):
-                    parts = leaves.setdefault(key, [])
-                    parts.append(leaf)
-                    same = leaf.ndim and leaf.shape[1:] == parts[0].shape[1:]
-                    if len(parts) != place + 1 or not same:
-                        expected = f"'{'/'.join(key)}' in every trajectory, with rows of one shape"
-                        raise damaged(path, expected, f"{leaf.shape} in {name}")
-            return about, {key: np.concatenate(parts) for key, parts in leaves.items()}
+            dump = DumpFile(path, file, max_expansion)
+            return dump.about(), dump.leaves()
     except (OSError, RuntimeError, KeyError, TypeError) as error:
         raise damaged(path, "a dump in HDF5", error) from error
