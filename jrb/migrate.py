@@ -212,13 +212,14 @@ def _call(function: Callable[..., Any], part: Any, *args: Any) -> Any:
     return function(part, *args)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _is_episode_end(buffer: ReplayBuffer, writer: PartState, unit: PartState, slots: Any) -> Any:
     return buffer.unit.is_episode_end(steps.context_of(buffer, writer), unit, slots)
 
 
 def _episode_ends(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> np.ndarray:
     """Returns the rows after which time does not go on; the unit may know more than flags say."""
-    return np.array(_call(_is_episode_end, buffer, state.writer, state.unit, slots))
+    return np.array(_is_episode_end(buffer, state.writer, state.unit, slots))
 
 
 def _redeal(

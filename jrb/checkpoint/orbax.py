@@ -66,7 +66,13 @@ class BufferHandler(_Handler):
         Returns:
             What waits until the folder is there, and then writes the copy.
         """
-        copy = saving.snapshot(args.buffer, jax.tree.map(_copied, args.state))
+
+        def copied(leaf: Leaf) -> Any:  # where no donation reaches, on the host but for keys
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return jnp.array(leaf, copy=True)
+            return np.array(leaf) if memory.on_host(leaf) else np.asarray(leaf)
+
+        copy = saving.snapshot(args.buffer, jax.tree.map(copied, args.state))
         path = os.path.join(os.fspath(directory), FOLDER)
 
         async def write() -> None:
@@ -135,10 +141,3 @@ class BufferRestore(_Args):
     buffer: Any = None
     example: Any = None
     device: Any = None
-
-
-def _copied(leaf: Leaf) -> Any:
-    """A copy that no donation reaches, on the host unless it is an array of keys."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jnp.array(leaf, copy=True)
-    return np.array(leaf) if memory.on_host(leaf) else np.asarray(leaf)
