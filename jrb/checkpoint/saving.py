@@ -226,7 +226,8 @@ class SaveJob(Job):
         last = self._last()
         rows, arrays, kinds = schema.split(self._saved)
         rows = rows if self._item_rows is None else self._item_rows
-        self.store = store = opening.to_save(self._path, rows.columns, rows.count)
+        store = opening.to_save(self._path, rows.columns, rows.count)
+        self.store: Any = store
         try:
             # Rows of another table, or of a generation that came in between, say nothing.
             if last is not None and (store.is_new_table() or store.generation != last.number):
@@ -281,7 +282,7 @@ class CommitJob(Job):
     def __init__(self, saved: Snapshot, extra: ExtraData) -> None:
         (view,) = saved.views
         self._saved, self._extra, self._version = saved, extra, host_rows.number(view.version)
-        self.store = cast(StoreRows, view.rows).store  # no other rows are at a path
+        self.store: Any = cast(StoreRows, view.rows).store  # no other rows are at a path
 
     def open(self, copy: bool) -> None:
         """Takes the lock, if the state was only loaded until now."""
