@@ -82,11 +82,11 @@ class Folder:
         return os.path.samestat(os.fstat(self._file), os.fstat(other._file))
 
     def names(self, name: str = ".") -> list[str]:
-        """Returns the names in this folder, or in one below it; none where there is no folder."""
+        """Returns the names in this folder, or in one below it; none where there is nothing."""
         try:
             with self._at(f"{name}/.") as (folder, _):
                 return sorted(os.listdir(folder))
-        except (FileNotFoundError, DamagedError):
+        except FileNotFoundError:
             return []
 
     @contextlib.contextmanager

@@ -489,7 +489,10 @@ def is_table(folder: Folder, name: str) -> bool:
     """Returns if a folder in a store's is that of a table, or a remainder of one."""
     if not re.fullmatch(r"rows(-[0-9]+)?", name):
         return False
-    inside = folder.names(name)
+    try:
+        inside = folder.names(name)
+    except DamagedError:  # a file, or a link
+        return False
     return not inside or NUMBERS in inside
 
 

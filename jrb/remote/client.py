@@ -103,6 +103,12 @@ def serve(
     return Remote(setup, servers, gate, owns=True)
 
 
+def _is_under_way(array: Any) -> bool:
+    # `is_ready` of an array that was deleted, or donated, crashes the process.
+    is_numpy = isinstance(array, np.ndarray)
+    return not is_numpy and not array.is_deleted() and not array.is_ready()
+
+
 class Flight:
     """Calls of Ray that are under way, at most `most`.
 
@@ -120,8 +126,12 @@ class Flight:
     def wait(self, all_of_them: bool = True) -> None:
         """Waits for all calls, or until there is room for one more."""
         while len(self._calls) >= (1 if all_of_them else self._most):
-            ray().wait([self._calls[0]])  # an interrupt leaves it in line, with what it may raise
-            ray().get(self._calls.popleft())
+            try:
+                ray().get(self._calls[0])
+            except Exception:  # no interrupt: that leaves it in line, with what it may raise
+                self._calls.popleft()
+                raise
+            self._calls.popleft()
 
 
 class Remote:
@@ -286,6 +296,10 @@ class Remote:
                 f"update_priority: priorities: expected shape {sample.indices.shape}, one for each "
                 f"that was drawn, got {np.shape(priorities)}."
             )
+        if hasattr(priorities, "is_ready"):  # an array of JAX, which may not be computed yet
+            setups.check_real("update_priority: priorities", priorities.dtype)
+        else:  # a copy: the caller may change it before it is sent
+            priorities = setups.numbers("update_priority: priorities", priorities)
         entry = sample.info["shard"], sample.indices, sample.stamp, sample.mask, priorities
         self._late.append(entry)
         self._send_updates(all_of_them=False)
@@ -293,18 +307,22 @@ class Remote:
     def _send_updates(self, all_of_them: bool) -> None:
         """Sends priorities that are computed; all, or all but the last two, are waited for."""
         while self._late:
-            new: Any = self._late[0][-1]
-            is_ready = not hasattr(new, "is_ready") or new.is_ready()  # arrays of NumPy have none
-            if not all_of_them and len(self._late) <= 2 and not is_ready:
-                return
-            shard, indices, stamp, mask, new = map(np.asarray, self._late.popleft())
-            new = setups.numbers("update_priority: priorities", new)
+            is_patient = all_of_them or len(self._late) > 2
+            try:
+                if not is_patient and _is_under_way(self._late[0][-1]):
+                    return
+                shard, indices, stamp, mask, new = map(np.asarray, self._late[0])
+            except Exception:  # it was deleted. An interrupt leaves it in line
+                self._late.popleft()
+                raise
             for number, server in enumerate(self._servers):
                 own = shard == number
                 if own.any():
                     self._updates.wait(all_of_them=False)
                     mine = mask & own.reshape(-1, *(1,) * (mask.ndim - 1))
-                    self._updates.add(server.update.remote(indices, stamp, mine, new))
+                    sent = indices, stamp, mine, new.astype(np.float32)
+                    self._updates.add(server.update.remote(*sent))
+            self._late.popleft()  # last: what an interrupt lets be sent twice has the same effect
 
     def size(self) -> int:
         """Returns the number of transitions stored."""
@@ -363,11 +381,12 @@ class Remote:
             self.wait()
         finally:
             if self._owns:  # the actors end after they have released their files
-                self._owns, library = False, ray()
+                library = ray()
                 actors = [*self._servers, *([] if self._gate is None else [self._gate])]
                 library.wait([actor.end.remote() for actor in actors], num_returns=len(actors))
                 for actor in actors:
                     library.kill(actor)
+                self._owns = False  # last: after an interrupt it may be called again
 
     def _batch_size(self, batch_size: int | None) -> int:
         batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size

@@ -200,8 +200,13 @@ def priorities(setup: Setup, value: Any, length: int) -> np.ndarray | None:
 
 
 def numbers(name: str, value: Any) -> np.ndarray:
-    """Returns real numbers as float32."""
+    """Returns real numbers as float32, in memory of their own."""
     array = np.asarray(value)
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.floating, np.integer)):
-        raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}.")
+    check_real(name, array.dtype)
     return array.astype(np.float32)
+
+
+def check_real(name: str, dtype: Any) -> None:
+    """Raises `TypeError` unless numbers of a dtype are real."""
+    if not any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer)):
+        raise TypeError(f"{name}: expected real numbers, got dtype {dtype}.")

@@ -153,21 +153,13 @@ class DeviceStorage(Storage):
 
 
 class SharedObservations(pytree.State):
-    """Items whose next observations are shared with their successors.
+    """Items whose next observations are shared with their successors."""
 
-    Attributes:
-        items: as in a plain storage; observations have N + M + E rows, next observations none.
-        pointer: int32 `[N]`, where in the pool a slot's next observation is; -1 for nowhere.
-        owner: int32 `[M]`, the slot that each entry of the pool is for.
-        head: int32 `[]`, the oldest entry.
-        count: int32 `[]`, the number of entries.
-    """
-
-    items: Item
-    pointer: jax.Array
-    owner: jax.Array
-    head: jax.Array = pytree.cursor()
-    count: jax.Array = pytree.tally()
+    items: Item  # as in a plain storage; observations have N + M + E rows, next observations none
+    pointer: jax.Array  # int32 [N], where in the pool a slot's next observation is; -1 for nowhere
+    owner: jax.Array  # int32 [M], the slot that each entry of the pool is for
+    head: jax.Array = pytree.cursor()  # int32 [], the oldest entry
+    count: jax.Array = pytree.tally()  # int32 [], the number of entries
 
 
 def shared_leaves(spec: Item, keys: Keys) -> dict[str, str]:
@@ -182,11 +174,7 @@ def shared_leaves(spec: Item, keys: Keys) -> dict[str, str]:
 
 
 def _init_shared(context: Context, spec: Item, room: int) -> SharedObservations:
-    """Makes a state without items, with `room` for last observations.
-
-    Raises:
-        ValueError: there is nothing to share.
-    """
+    """Makes a state without items, with `room` for last observations."""
     ring, keys = context.ring, context.keys
     shared = shared_leaves(spec, keys)
     if not shared:
@@ -219,11 +207,7 @@ def _columns(items: Item) -> dict[str, Any]:
 def _read_shared(
     context: Context, state: SharedObservations, where: SlotsForLeaf, lookups: Sequence[AuxRead]
 ) -> tuple[Item, list[jax.Array]]:
-    """Reads leaves, one gather each: next observations from the array of the observations.
-
-    Returns:
-        The items, and the values of the lookups.
-    """
+    """Reads leaves, one gather each: next observations from the array of the observations."""
     shared = shared_leaves(packed.spec(state.items), context.keys)
     columns, slots_of = _columns(state.items), {}
     sources: dict[int, jax.Array] = {}  # of next observations, by the `id` of their slots
@@ -296,15 +280,10 @@ def _write_shared(
 def _write_row(context: Context, write: WritePlan, both: Any, t: Any, carry: Any) -> Any:
     """Writes row t: settles the row before it, and makes room in the pool.
 
-    Args:
-        context: of the buffer, before the call.
-        write: the rows of the call.
-        both: from the name of an observation to the name of the next one, and their rows
-            `[T, E, ...]`.
-        t: int32 `[]`.
-        carry: the arrays of observations by name, the state, and how many rows are held.
+    `context` is that before the call. `both` maps the name of an observation to that of the next
+    one, and to their rows `[T, E, ...]`.
     """
-    arrays, state, num_rows = carry
+    arrays, state, num_rows = carry  # observations by name, and how many rows are held
     ring, room, is_written = context.ring, state.owner.size, write.written[t]
     envs = jnp.arange(ring.envs, dtype=jnp.int32)
     tail, end = ring.capacity + room, ring.capacity + room + ring.envs  # nothing is at the end
@@ -351,18 +330,10 @@ def _make_room(
     is_written: jax.Array,
     differs: jax.Array,
 ) -> tuple[SharedObservations, jax.Array]:
-    """Lets rows leave that the new one overwrites, or whose entries it needs.
+    """Lets rows leave that the new one, at `start`, overwrites, or whose entries it needs.
 
-    Args:
-        ring: the ring's shape.
-        state: before the row.
-        start: int32 `[]`, the slot of the new row.
-        num_rows: int32 `[]`, held before the row.
-        is_written: bool `[]`, False if there is no new row.
-        differs: bool `[E]`, which environments need an entry.
-
-    Returns:
-        The state, and how many rows are still held.
+    Entries are needed by the environments that differ, bool `[E]`. Returns the state, and how many
+    rows are still held.
     """
     room = state.owner.size
     first = jnp.arange(min(3 * ring.envs, room), dtype=jnp.int32)

@@ -190,10 +190,9 @@ def _distinct(slots: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]
 
 
 class PlainRows(HostRows):
-    """Rows anywhere, for which two methods say how they are written and read.
+    """Rows anywhere, which `write_rows` and `read_rows` of a subclass write and read.
 
-    A subclass has `write_rows(slots, leaves)` and `read_rows(leaf, slots)`. The number of the last
-    write to every slot shows which rows are newer than the state that reads them.
+    The number of the last write to every slot shows which rows are newer than the state that reads.
     """
 
     def __init__(self, capacity: int, spec: Item) -> None:
@@ -248,15 +247,11 @@ def _stale(text: str) -> StaleError:
 
 
 class HostView(pytree.State, HostState):
-    """The part of a state that refers to rows on the host.
+    """The part of a state that refers to rows on the host."""
 
-    Attributes:
-        version: uint32 `[2]`, the number of the write that made it, high and low word.
-        rows: of all states of the buffer.
-    """
-
+    # uint32 [2], the number of the write that made it, high and low word.
     version: jax.Array = pytree.cursor()
-    rows: HostRows = pytree.static(default=None)
+    rows: HostRows = pytree.static(default=None)  # of all states of the buffer
 
     @property
     def capacity(self) -> int:

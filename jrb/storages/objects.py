@@ -28,15 +28,10 @@ class Shelf:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Objects(HostState):
-    """The state of a `ListStorage`.
+    """The state of a `ListStorage`."""
 
-    Attributes:
-        shelf: its objects, together with those of older and newer states.
-        version: the writes that this state knows of.
-    """
-
-    shelf: Shelf
-    version: int
+    shelf: Shelf  # its objects, together with those of older and newer states
+    version: int  # the writes that this state knows of
 
     @property
     def capacity(self) -> int:

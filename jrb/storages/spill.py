@@ -22,27 +22,17 @@ from jrb.types import Context, HostState, Item, SlotsForLeaf, WritePlan
 
 
 class DeviceCacheState(pytree.State):
-    """The newest rows, on the device.
+    """The newest rows, on the device."""
 
-    Attributes:
-        items: leaves `[H, ...]`.
-        clock: of the ring that they are in.
-    """
-
-    items: Item
-    clock: Clock
+    items: Item  # leaves [H, ...]
+    clock: Clock  # of the ring that they are in
 
 
 class TieredState(pytree.State, HostState):
-    """The state of a `SpillStorage`.
+    """The state of a `SpillStorage`."""
 
-    Attributes:
-        cache: the newest rows.
-        view: all rows.
-    """
-
-    cache: DeviceCacheState
-    view: HostView
+    cache: DeviceCacheState  # the newest rows
+    view: HostView  # all rows
 
     @property
     def capacity(self) -> int:

@@ -339,6 +339,15 @@ def test_folders_of_others_stay(tmp_path):
     with pytest.raises(ValueError, match="rows-3"):
         faults.BEFORE(path)
     assert os.listdir(tmp_path / "rows-3") == ["notes"]
+    (tmp_path / "rows-3" / "notes").unlink()
+    (tmp_path / "rows-3").rmdir()
+    (tmp_path / "rows-3").write_text("a file, or a link")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="rows-3"):
+            faults.BEFORE(path)
+        assert (tmp_path / "rows-3").read_text() == "a file, or a link"
+        (tmp_path / "rows-3").rename(tmp_path / "another")
+        (tmp_path / "rows-3").symlink_to("another")
 
 
 def test_names_that_only_look_like_generations_count_for_nothing(path):

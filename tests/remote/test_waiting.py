@@ -2,11 +2,15 @@
 
 import contextlib
 import itertools
+import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jrb
 from jrb.remote import client, draws
+from jrb.remote.setup import Setup
 from jrb.state import Sample
 
 
@@ -17,7 +21,6 @@ class Calls:
         self.interrupted = set()
 
     def wait(self, calls):
-        self.get(calls[0], failing=())
         return calls, []
 
     def get(self, call, failing=(2,)):
@@ -37,6 +40,70 @@ def test_a_call_that_failed_is_told_though_its_wait_was_interrupted(monkeypatch)
         with pytest.raises(error):
             one.wait()
     one.wait()
+
+
+class Computed:
+    """An array of JAX that is not computed yet; the first wait for it is interrupted."""
+
+    shape, dtype = (2,), np.dtype(np.float32)
+
+    def __init__(self, numbers):
+        self.numbers, self.is_waited_for = np.array(numbers, np.float32), False
+
+    def is_ready(self):
+        return False
+
+    def is_deleted(self):
+        return False
+
+    def __array__(self, *_, **__):
+        if not self.is_waited_for:
+            self.is_waited_for = True
+            raise KeyboardInterrupt
+        return self.numbers
+
+
+@pytest.fixture
+def learner(monkeypatch):
+    """A `Remote`, a sample of it, and the priorities that it has sent."""
+    served = jrb.ReplayBuffer(8, batch_size=2, sampler=jrb.Prioritized())
+    setup = Setup(served, np.float32(0), 1, 1, None, 0, None, 4, True, False)
+    sent = []
+    update = types.SimpleNamespace(remote=lambda *sample_and_new: sent.append(sample_and_new[-1]))
+    monkeypatch.setattr(client, "ray", lambda: types.SimpleNamespace(get=lambda call: None))
+    remote = client.Remote(setup, [types.SimpleNamespace(update=update)], None)
+    two = np.zeros(2, np.int32)
+    rest = {"data": None, "probabilities": None, "weights": None, "mask": two == 0}
+    sample = Sample(indices=two, stamp=two, info={"shard": two}, origin=setup.origin, **rest)
+    return remote, sample, sent
+
+
+def test_priorities_that_were_deleted_are_told_once(learner):
+    remote, sample, sent = learner
+    gone = jnp.ones(2)
+    remote.update_priority(sample, Computed([1, 2]))
+    remote.update_priority(sample, gone)
+    gone.delete()
+    with pytest.raises(KeyboardInterrupt):
+        remote.wait()
+    with pytest.raises(RuntimeError, match="deleted"):
+        remote.wait()
+    remote.update_priority(sample, [5.0, 6.0])
+    assert [new.tolist() for new in sent] == [[1, 2], [5, 6]]
+
+
+def test_priorities_are_sent_as_they_were_given_though_a_wait_was_interrupted(learner):
+    remote, sample, sent = learner
+    remote.update_priority(sample, Computed([1, 2]))
+    later = np.array([3.0, 4.0])
+    remote.update_priority(sample, later)
+    later[:] = 9
+    with pytest.raises(TypeError, match="expected real numbers, got dtype complex128"):
+        remote.update_priority(sample, 1j * later)
+    with pytest.raises(KeyboardInterrupt):
+        remote.wait()
+    remote.wait()
+    assert [new.tolist() for new in sent] == [[1, 2], [3, 4]]
 
 
 class Drawing:
