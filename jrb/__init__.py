@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers 
     from jrb import testing as testing
     from jrb import transforms as transforms
     from jrb import types as types
+    from jrb._core.debugging import DebugWarning as DebugWarning
+    from jrb._core.debugging import debug as debug
     from jrb._core.validate import CopyWarning as CopyWarning
     from jrb._core.validate import PriorityWarning as PriorityWarning
     from jrb._store.errors import LostWarning as LostWarning
@@ -74,6 +76,7 @@ __version__ = "0.1.0"
 # Modules are imported when a name of theirs is first asked for: the command needs no arrays, and
 # JAX takes its time. Modules of jrb may import public names from here for the same reason.
 _HOMES = {
+    "_core.debugging": "DebugWarning debug",
     "_core.validate": "CopyWarning PriorityWarning",
     "_store.errors": "LostWarning StaleError",
     "buffer": "ReplayBuffer from_items",

@@ -30,6 +30,7 @@ from jrb._core.steps import context_of
 from jrb._util import pytree
 from jrb._util.pytree import PyTree, SpecKey
 from jrb.buffer import ReplayBuffer
+from jrb.doctor import doctor as doctor
 from jrb.state import BufferState, Sample
 from jrb.types import HostStorage, Item, MissingMethodError, PrioritizedSampler, ShardedSampler
 

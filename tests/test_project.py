@@ -21,7 +21,7 @@ ROOMS = [
     {"types", "layouts", "state", "sum_tree"},
     {"_core"},
     {"writers", "storages", "samplers", "units", "transforms"},
-    {"authoring", "buffer"},
+    {"authoring", "buffer", "doctor"},
     {"sharding", "mix", "read", "migrate", "environments", "testing"},
     {"loops", "tables", "iterate", "interop", "checkpoint", "plot"},
     {"datasets", "remote", "demo", "cli", "compat"},
@@ -29,7 +29,7 @@ ROOMS = [
 ]
 """The files and folders of the package, from those that import nothing else of it upwards."""
 
-LINES, FILES, CHAIN, HELPERS = 40_800, 186, 9, 58
+LINES, FILES, CHAIN, HELPERS = 41_200, 188, 9, 62
 """Limits of the package's size, 1 % above what it was when they were set."""
 
 

@@ -15,7 +15,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import editing, steps, transforming
+from jrb._core import debugging, editing, steps, transforming
 from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, without_items
 from jrb._core.validate import (
     blank,
@@ -143,9 +143,13 @@ def write(
     if is_one_step(buffer, state, items, others):
         if not is_traced(state, items, others):
             warn_of_copies(buffer, state, 6)
-        return steps.write(buffer, state, casting.copy_arrays(items), *others)
-    after = _put(buffer, state, items, items, others, donate)
-    return steps.write(buffer, state, items, *others) if after is None else after
+        after = steps.write(buffer, state, casting.copy_arrays(items), *others)
+    else:
+        after = _put(buffer, state, items, items, others, donate)
+        if after is None:
+            after = steps.write(buffer, state, items, *others)
+    debugging.tell("add", buffer, state, after, items=items)
+    return after
 
 
 def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: jax.Array | None) -> None:
@@ -314,13 +318,17 @@ def draw(
         if buffer.storage.of_objects:
             raise refusal()
         check_state(buffer, state)
-        return steps.draw_inside(buffer, state, key, batch_size, beta)
+        drawn = steps.draw_inside(buffer, state, key, batch_size, beta)
+        debugging.tell("sample", buffer, state, drawn, key=key)
+        return drawn
     sampler, sample = drawn
     if inside < len(buffer.transforms):
         batch = TransformContext(key, sample.mask, buffer.keys, ends=sample.info.get("is_last"))
         data = transforming.outward(buffer.transforms[inside:], sample.data, batch, inside)
         sample = sample.replace(data=data)
-    return state.replace(sampler=sampler) if moves else state, sample
+    drawn = state.replace(sampler=sampler) if moves else state, sample
+    debugging.tell("sample", buffer, state, drawn, key=key)
+    return drawn
 
 
 def _is_drawn(buffer: Buffer, state: BufferState, quiet: bool, mask: Any) -> bool:
@@ -476,7 +484,9 @@ def update(
     priorities: jax.Array,
     donate: bool = False,
 ) -> Any:
-    return _moved(steps.update, donate, buffer, state, sample, priorities)
+    after = _moved(steps.update, donate, buffer, state, sample, priorities)
+    debugging.tell("update_priority", buffer, state, after, which=sample, priorities=priorities)
+    return after
 
 
 @explained

@@ -63,6 +63,36 @@ def demo(
 
 
 @app.command()
+def doctor(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="a function without arguments that returns the step and its arguments, a tuple",
+        ),
+    ],
+) -> None:
+    """Say what makes a training step slow; the status is 1 if something does."""
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise typer.BadParameter(f"expected MODULE:FUNCTION, got {target!r}.")
+    sys.path.insert(0, "")
+    try:
+        make = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"expected a module that can be imported, got {error}.") from None
+    if not callable(make):
+        raise typer.BadParameter(f"expected a function in {module}, got {name!r}.")
+    case = make()
+    if not isinstance(case, tuple) or not case or not callable(case[0]):
+        raise typer.BadParameter(f"{target}: expected a tuple (step, *arguments), got {case!r}.")
+    report = importlib.import_module("jrb.doctor").doctor(*case)
+    typer.echo(printable(str(report)))
+    if report.findings:
+        raise typer.Exit(1)
+
+
+@app.command()
 def bench(
     groups: Annotated[
         list[str] | None, typer.Argument(help="Groups of workloads; all of them if none is named.")

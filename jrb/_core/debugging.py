@@ -1,0 +1,133 @@
+"""Checks that cost time, and whoever else wants to see the verbs at work."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jrb.state import Buffer, BufferState, Sample
+
+_MOST_KEYS = 1_000_000
+_USED_TWICE = (
+    "sample: a key was used before, by another draw: both draw alike. Split or fold_in the key."
+)
+_REFUSED = (
+    "update_priority: {} priorities are NaN, infinite or negative: they are refused. Give "
+    "jnp.abs(td_error), and look for what is not finite."
+)
+_STALE = (
+    "update_priority: {} entries of the sample were overwritten since it was drawn: they are left "
+    "out. Update sooner, or take a larger capacity."
+)
+
+OBSERVERS: list[Callable[..., None]] = []
+"""Are called after each write, draw and update: with the verb, the description, the state, further
+arguments by name, and the result. All but the description may be traced."""
+
+
+def tell(verb: str, buffer: Buffer, state: BufferState, result: Any, **arguments: Any) -> None:
+    """Calls all observers."""
+    for observer in OBSERVERS:
+        observer(verb, buffer, state, arguments, result)
+
+
+class DebugWarning(UserWarning):
+    """A check of `jrb.debug` found something."""
+
+
+def debug(on: bool = True) -> contextlib.ExitStack:
+    """Switches on checks that cost time, for good or within a `with`; they warn (`DebugWarning`).
+
+    - Priorities that are NaN, infinite or negative, also inside `jit`.
+    - A key that two draws use: both give the same batch, or nearly.
+    - A draw that finds nothing, or before there are `min_size` items, inside `jit`: its batch is
+      masked.
+    - Updates by a sample of which entries were overwritten since: they are left out.
+
+    Functions that were compiled before have no checks, and those compiled meanwhile keep them.
+    Inside `jit` a check calls the host, in any order; `jax.effects_barrier()` waits for all. Where
+    warnings are errors, the computation fails.
+
+    Args:
+        on: False switches the checks off.
+
+    Example:
+        >>> import warnings, jax, jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(8, batch_size=2, sampler=jrb.Prioritized())
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(4)})
+        >>> with jrb.debug(), warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
+        ...     batches = [buffer.sample(state, jax.random.key(0)) for _ in range(2)]
+        >>> print(told[0].message)
+        sample: a key was used before, by another draw: both draw alike. Split or fold_in the key.
+    """
+    undo = contextlib.ExitStack()
+    undo.callback(_switch, _observe in OBSERVERS)
+    _switch(on)
+    return undo
+
+
+def _switch(on: bool) -> None:
+    while _observe in OBSERVERS:
+        OBSERVERS.remove(_observe)
+    _keys.clear()
+    if on:
+        OBSERVERS.append(_observe)
+
+
+_keys: dict[tuple[Any, bytes], None] = {}  # of the newest draws, oldest first
+
+
+def _observe(verb: str, buffer: Buffer, state: BufferState, arguments: dict, result: Any) -> None:
+    if verb == "sample":
+        mask, least = result[1].mask, buffer.min_size
+        _call_on_host(_look_at_key, jax.random.key_data(arguments["key"]))
+        few = "" if least is None else f", or fewer than min_size={least}"
+        text = (
+            f"sample: the buffer has no item that can be drawn{few}: the batch is masked. Look at "
+            "can_sample before."
+        )
+        _call_on_host(functools.partial(_warn_of, text), (~mask.any()).astype(jnp.int32))
+    elif verb == "update_priority":
+        which, priorities = arguments["which"], arguments["priorities"]
+        good = (priorities >= 0) & jnp.isfinite(priorities.astype(jnp.float32))
+        if isinstance(which, Sample):
+            good = good | ~(which.mask if which.mask.shape == good.shape else _drawn(which))
+            now = buffer.writer.generation_of(buffer.ring, state.writer, which.indices)
+            stale = jnp.sum(_drawn(which) & (now != which.stamp), dtype=jnp.int32)
+            _call_on_host(functools.partial(_warn_of, _STALE), stale)
+        refused = jnp.sum(~good, dtype=jnp.int32)
+        _call_on_host(functools.partial(_warn_of, _REFUSED), refused)
+
+
+def _drawn(sample: Sample) -> jax.Array:
+    return sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
+
+
+def _call_on_host(look: Callable[[np.ndarray], None], array: jax.Array) -> None:
+    """Calls a function of a NumPy array, inside `jit` when the program runs."""
+    if isinstance(array, jax.core.Tracer):
+        jax.debug.callback(lambda value: look(np.asarray(value)), array)
+    else:
+        look(np.asarray(array))
+
+
+def _look_at_key(data: np.ndarray) -> None:
+    key = (data.shape, data.tobytes())
+    if key in _keys:
+        _warn_of(_USED_TWICE, np.ones(()))
+    _keys[key] = None
+    if len(_keys) > _MOST_KEYS:
+        del _keys[next(iter(_keys))]
+
+
+def _warn_of(text: str, count: np.ndarray) -> None:
+    """Warns unless the count is 0; it stands in the text."""
+    if count:
+        warnings.warn(text.format(count), DebugWarning, stacklevel=2)
