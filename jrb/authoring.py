@@ -6,9 +6,6 @@ paths and optional libraries, limits for files that declare more than they store
 N capacity, E environments, T time, B batch.
 """
 
-from jrb._core.episode_ends import ending as episode_ends
-from jrb._core.rows import last_of_equals
-from jrb._core.rows import put as put_rows
 from jrb._core.steps import context_of
 from jrb._store.files import Folder
 from jrb._store.files import absolute as absolute_path
@@ -24,8 +21,11 @@ from jrb._xla.callbacks import call_on_host
 from jrb._xla.compat import enable_x64
 from jrb._xla.dependencies import emptied, materialize, overwrite
 from jrb._xla.gather import read as read_rows
-from jrb.units.anchors import all_held, every_slot
+from jrb.ring import Ring
+from jrb.types.messages import all_held, episode_ends, every_slot, put_rows
 from jrb.units.episodes import lengths as episode_lengths
+
+last_of_equals = Ring.last_of_equals
 
 __all__ = [
     "MAX_EXPANSION",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import eager, steps, transforming
-from jrb._core.validate import check_state, explained, warn_of_refused
+from jrb._core.validate import check_state, explained, takes_state, warn_of_refused
 from jrb._util import casting, checks, display, pytree, wording
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
@@ -161,8 +161,7 @@ class ReplayBuffer:
     @property
     def ring(self) -> Ring:
         """The shape of the ring: N / E rows of E slots."""
-        envs = self.num_envs or 1
-        return Ring(rows=self.capacity // envs, envs=envs)
+        return _ring(self.capacity, self.num_envs or 1)
 
     @property
     def _origin(self) -> str:
@@ -292,7 +291,7 @@ class ReplayBuffer:
             return state
         return eager.write(self, state, rows, mask, None, priorities, donate)
 
-    @wording.takes_state
+    @takes_state
     def sample(
         self,
         state: BufferState,
@@ -319,7 +318,7 @@ class ReplayBuffer:
         count, beta = draw_arguments(self.batch_size, key, batch_size, beta)
         return eager.draw(self, state, key, count, beta, moves=False)[1]
 
-    @wording.takes_state
+    @takes_state
     def draw(
         self,
         state: BufferState,
@@ -759,6 +758,11 @@ _LAYOUT = {
     ("extend", True): "timesteps with leaves [T, ...], time first",
     ("extend", False): "timesteps with leaves [T, E, ...], time first, E = num_envs",
 }
+
+
+@functools.lru_cache(maxsize=1024)
+def _ring(capacity: int, envs: int) -> Ring:
+    return Ring(rows=capacity // envs, envs=envs)
 
 
 def _one_row(leaf: pytree.Leaf) -> pytree.Leaf:

@@ -11,7 +11,8 @@ import numpy as np
 
 from jrb import Sharded
 from jrb._core import eager, steps
-from jrb._util import casting, checks, display, pytree, splitting, wording
+from jrb._core.validate import takes_state
+from jrb._util import casting, checks, display, pytree, splitting
 from jrb._xla import random_bits
 from jrb.buffer import ReplayBuffer, draw_arguments
 from jrb.state import Buffer, BufferState, Device, Sample, check_origin
@@ -112,7 +113,7 @@ class Mix:
         ]
         return jnp.all(jnp.stack(ready))
 
-    @wording.takes_state
+    @takes_state
     def sample(
         self,
         states: States,
@@ -124,7 +125,7 @@ class Mix:
         """Samples a batch and leaves the states as they are; see `draw`."""
         return self._draw(states, key, batch_size, beta, proportions)[1]
 
-    @wording.takes_state
+    @takes_state
     def draw(
         self,
         states: States,

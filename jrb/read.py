@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import editing, episode_ends, validate
+from jrb._core import editing, validate
 from jrb._core.steps import context_of
 from jrb._util import casting, checks, pytree
 from jrb.buffer import ReplayBuffer, check_single
-from jrb.keys import leaves_at
+from jrb.keys import check_ends, leaves_at
 from jrb.state import BufferState
 
 
@@ -177,7 +177,7 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         raise ValueError(
             "episodes: expected items of arrays, got objects, whose flags nobody knows."
         )
-    episode_ends.check(buffer.storage.spec(state.storage), buffer.keys)
+    check_ends(buffer.storage.spec(state.storage), buffer.keys)
     ends, rewards = jax.device_get(_ends_and_rewards(buffer, state))
     occupancy = buffer.writer.held(buffer.ring, state.writer)
     slots, envs = np.asarray(occupancy.from_oldest(buffer.ring)), buffer.ring.envs

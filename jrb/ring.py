@@ -19,6 +19,8 @@ from jrb._util import display, pytree
 _FEW = 4096
 """Constants of so many elements are NumPy arrays: XLA folds what is computed of them."""
 
+_MAX_PAIRS = 512  # indices of which all pairs are compared; more are sorted
+
 
 class Clock(pytree.State):
     """The position of a ring in rows of time: of all environments, `[]`, or of each, `[E]`.
@@ -154,6 +156,22 @@ class Ring:
             cursor, lap = cursor[env], lap[env]
         ahead = slots >= cursor * self.envs
         return lap - ahead.astype(jnp.uint32)
+
+    def last_of_equals(self, slots: jax.Array) -> jax.Array:
+        """Returns slots, int32 `[B]`, with N in place of all but the last one of equal slots."""
+        # On the CPU they stay as they are: a scatter goes from the first to the last there.
+        return lax.platform_dependent(cpu=lambda: slots, default=lambda: self.distinct(slots))
+
+    def distinct(self, slots: jax.Array) -> jax.Array:
+        """Returns what `last_of_equals` does where a scatter may go in any order."""
+        if slots.size <= _MAX_PAIRS:
+            position = jnp.arange(slots.size, dtype=jnp.int32)
+            later = (slots[:, None] == slots) & (position[:, None] < position)
+            return jnp.where(later.any(axis=1), self.capacity, slots)
+        order = jnp.argsort(slots, stable=True)
+        line = slots[order]
+        again = jnp.concatenate([line[1:] == line[:-1], jnp.zeros(1, jnp.bool_)])
+        return slots.at[order].set(jnp.where(again, self.capacity, line))
 
 
 @dataclasses.dataclass(frozen=True)

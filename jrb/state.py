@@ -1,12 +1,16 @@
 """The state of a buffer, a batch, and the protocol of descriptions."""
 
+import dataclasses
+import functools
+import hashlib
+import os
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrb._util import display, pytree, wording
-from jrb._util.display import identity
 from jrb._util.pytree import HostState
 from jrb.keys import Keys
 from jrb.ring import Ring
@@ -132,10 +136,46 @@ class Sample(pytree.State):
         }
 
 
+@functools.lru_cache(maxsize=1024)
 def origin_of(buffer: "Buffer") -> str:
-    """Returns the `origin` of the samples that a buffer draws."""
+    """Returns the `origin` of samples, such as "ReplayBuffer(capacity=64) 5f0a6c9d81e2".
+
+    Equal descriptions have the same one, in every process and after pickling. Functions count by
+    their names: a lambda that is made again in each call of a function is the same one.
+    """
     # Without the fields that say nothing of what a slot is, or of which slots are drawn.
-    return identity(buffer, "batch_size", "transforms", "storage", "min_size", "cast")
+    left_out = ("batch_size", "transforms", "storage", "min_size", "cast")
+    names = [field.name for field in dataclasses.fields(buffer) if field.name not in left_out]
+    values = tuple(getattr(buffer, name) for name in names)
+    digest = hashlib.blake2b(_value_text(values).encode(), digest_size=6).hexdigest()
+    pairs = zip(names, values, strict=True)
+    sizes = ", ".join(f"{name}={value}" for name, value in pairs if type(value) is int)
+    return f"{_class_name(buffer)}({sizes}) {digest}"
+
+
+def _value_text(value: Any) -> str:
+    """Returns a text that is the same for equal values."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int | float):  # True == 1 == 1.0
+        return repr(int(value) if value == value // 1 else value)
+    if isinstance(value, np.dtype):
+        return repr(value.name)
+    if value is None or isinstance(value, str | bytes | os.PathLike):
+        return repr(value)
+    if isinstance(value, tuple):
+        return "(" + ",".join(map(_value_text, value)) + ")"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value):
+        entries = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return _class_name(value) + _value_text(tuple(entries))
+    return _class_name(value)  # its repr may have its address in memory
+
+
+def _class_name(value: Any) -> str:
+    """Returns the name of its class; of a private class, that of its first public base."""
+    return next(cls.__name__ for cls in type(value).__mro__ if not cls.__name__.startswith("_"))
 
 
 def check_origin(verb: str, sample: Sample, origin: str) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jrb
 from jrb import sum_tree, testing
-from jrb._xla import compat
+from jrb._xla import compiling
 from jrb.authoring import tree_nbytes
 
 D, E, B = jax.device_count(), 2, 8
@@ -303,7 +303,9 @@ def test_verbs_take_any_mixture_of_arguments_that_vary_and_that_do_not(unit, sam
 
             def body(*its, call=call, which=which):
                 out = call(*(varied(it, "data", some) for it, some in zip(its, which, strict=True)))
-                return jax.tree.map(lambda leaf: compat.vary(leaf, frozenset({"data"}))[None], out)
+                return jax.tree.map(
+                    lambda leaf: compiling.vary(leaf, frozenset({"data"}))[None], out
+                )
 
             over = jax.shard_map(
                 body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("data")

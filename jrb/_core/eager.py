@@ -22,6 +22,7 @@ from jrb._core.validate import (
     check,
     check_kind,
     check_state,
+    compiled_blank,
     explained,
     on_host,
     warn_of_copies,
@@ -102,20 +103,15 @@ def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
         device = jax.sharding.SingleDeviceSharding(device)
     if device is not None:
         return jax.jit(lambda: blank(buffer, spec), out_shardings=device)()
-    state = _compiled_blank(buffer, SpecKey(spec))
+    state = compiled_blank(buffer, SpecKey(spec))
     # Memory that is not there is an error here, and not at some later call.
     return state if is_traced(state) else jax.block_until_ready(state)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _compiled_blank(buffer: Buffer, spec: SpecKey) -> Any:
-    return blank(buffer, spec.spec)
 
 
 def nbytes(buffer: Buffer, spec: Item) -> int:
     """Returns the bytes that `init` allocates, on the device and on the host."""
     inner = for_device(buffer) if on_host(buffer) else buffer
-    size = pytree.nbytes(jax.eval_shape(lambda: blank(inner, spec)))
+    size = pytree.nbytes(compiled_blank.eval_shape(inner, SpecKey(spec)))
     if on_host(buffer):
         is_chronological = buffer.writer.is_chronological
         size += buffer.storage.nbytes(buffer.ring, spec, is_chronological=is_chronological)

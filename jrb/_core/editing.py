@@ -13,15 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import episode_ends, rows, steps
+from jrb._core import steps
 from jrb._core.steps import context_of
 from jrb._util import casting, pytree
 from jrb._xla import compiling, dependencies
 from jrb._xla.compiling import by_description
-from jrb.keys import path_name
+from jrb.keys import episode_changes, path_name
 from jrb.ring import Occupancy, Ring
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Context, Item, WritePlan
+from jrb.types.messages import episode_ends
 
 Values = dict[str, jax.Array]
 """From names of leaves to what they become, `[B, ...]`."""
@@ -61,7 +62,7 @@ def edit(
     context, slots = context_of(buffer, state.writer), None
     if where is not None:
         state, slots = _slots_to_edit(buffer, state, where)
-        slots = rows.last_of_equals(buffer.ring, slots)
+        slots = buffer.ring.last_of_equals(slots)
     if buffer.storage.shares(context, state.storage, frozenset(values)):
         return _written_anew(buffer, context, state, slots, values)
     before = cuts(buffer, state) if changes_ends(buffer, state, values) else None
@@ -197,9 +198,9 @@ def flagged_ends(buffer: Buffer, context: Context, items: Item) -> jax.Array:
     every = _all_rows(context.ring, context.held)
     if buffer.keys.episode is not None:
         first = buffer.keys.get(items, "episode")[0].reshape(-1)
-        changes = episode_ends.changes(items, buffer.keys, every.times[0], first)
+        changes = episode_changes(items, buffer.keys, every.times[0], first)
         every = dataclasses.replace(every, cuts=changes[0])
-    return episode_ends.ending(context, every, items)
+    return episode_ends(context, every, items)
 
 
 @by_description()
@@ -236,7 +237,7 @@ def _rebuilt(
     if before is not None:
         blank = unit.init_mid_episode(blank, jnp.where(context.held.rows(ring) > 0, before, 0))
     if state.numbers is not None:
-        changes = episode_ends.changes(items, buffer.keys, write.times[0], state.numbers)
+        changes = episode_changes(items, buffer.keys, write.times[0], state.numbers)
         cuts, state = cuts | changes[0], state.replace(numbers=changes[2])
     write = dataclasses.replace(write, cuts=cuts)
     after, change = unit.on_write(_emptied(context), blank, write, items)

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._core import episode_ends, rows, transforming
+from jrb._core import transforming
 from jrb._xla import dependencies, gather
 from jrb._xla.compiling import by_description
+from jrb.keys import episode_changes
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState, Sample, origin_of
 from jrb.types import (
@@ -26,19 +27,25 @@ from jrb.types import (
     OrderedSampler,
     ShardedSampler,
     ShardStats,
+    SlotsForLeaf,
     TransformContext,
+    Unit,
     WritePlan,
     Writer,
 )
-from jrb.types.messages import PartState
+from jrb.types.messages import PartState, put_rows
 from jrb.types.sampler import missing_method
 
 
 def context_of(buffer: Buffer, writer: PartState) -> Context:
     """Returns what the parts may know of a buffer whose writer has this state."""
-    reads_windows = buffer.unit.row_steps is not None
     held = buffer.writer.held(buffer.ring, writer)
-    return Context(buffer.ring, buffer.keys, held, reads_windows)
+    return Context(buffer.ring, buffer.keys, held, _reads_windows(buffer.unit))
+
+
+@functools.lru_cache(maxsize=1024)
+def _reads_windows(unit: Unit) -> bool:
+    return unit.row_steps is not None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -93,13 +100,11 @@ def write(
     state = state.replace(storage=storage)
     if isinstance(state.sampler, DrawCounts) and state.sampler.draws is not None:
         none = jnp.zeros(plan.slots.shape, jnp.int32)  # new items were drawn 0 times
-        draws = rows.put(state.sampler.draws, plan, none)
+        draws = put_rows(state.sampler.draws, plan, none)
         state = state.replace(sampler=state.sampler.replace(draws=draws))
     if state.numbers is not None:
         # Items carry the number of their episode: another number ends the one before.
-        changes, ended, numbers = episode_ends.changes(
-            items, buffer.keys, plan.times[0], state.numbers
-        )
+        changes, ended, numbers = episode_changes(items, buffer.keys, plan.times[0], state.numbers)
         state = _truncated(buffer, context, state, ended & (context.held.rows(ring) > 0))
         state, cuts = state.replace(numbers=numbers), changes if cuts is None else changes | cuts
     plan = dataclasses.replace(plan, cuts=cuts)
@@ -329,7 +334,7 @@ def assemble(
         elif lookups:
             # Read one after the other, so that whoever waits for the items waits for the rest too.
             values = read_lookups()
-            where = rows.where_after(plan.where, dependencies.zero_depending_on(values))
+            where = _where_after(plan.where, dependencies.zero_depending_on(values))
             items = storage.read(context, state.storage, where)
         else:
             items, values = storage.read(context, state.storage, plan.where), []
@@ -350,6 +355,17 @@ def assemble(
         stamp=buffer.writer.generation_of(buffer.ring, state.writer, draw.slots),
         origin=origin_of(buffer),
     )
+
+
+def _where_after(where: SlotsForLeaf, token: jax.Array) -> SlotsForLeaf:
+    """Returns slots that are not known before `token`; one array for leaves that had one."""
+    later: dict[int, tuple[jax.Array, jax.Array]] = {}
+
+    def slots_of(name: str) -> jax.Array:
+        slots = where(name)
+        return later.setdefault(id(slots), (slots, slots + token))[1]
+
+    return slots_of
 
 
 def locate(

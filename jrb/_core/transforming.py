@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._core import episode_ends
 from jrb._util import pytree
 from jrb._xla import random_bits
 from jrb.types import Context, Item, StatefulTransform, Storage, TransformContext, WritePlan
-from jrb.types.messages import PartState
+from jrb.types.messages import PartState, episode_ends
 
 _FIRST = 16  # the number that `fold` gets for the first transform; smaller ones are the units'
 
@@ -125,7 +124,7 @@ def learned(
         return states
     lead = jax.tree.leaves(items)[0].shape[:2]
     mask = jnp.broadcast_to(write.times[0], lead)
-    ended = mask & episode_ends.ending(context, write, items)
+    ended = mask & episode_ends(context, write, items)
     rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), items)
     remaining, after = iter(states), []
     for number, transform in enumerate(first):

@@ -16,13 +16,14 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import episode_ends, transforming
+from jrb._core import transforming
 from jrb._core.host_proxy import HostStorageProxy, for_device, on_device
 from jrb._core.steps import context_of
 from jrb._util import pytree, wording
 from jrb._util.pytree import Leaf, SpecKey
 from jrb._xla import compat
 from jrb._xla.compiling import entry
+from jrb.keys import no_numbers
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
 from jrb.types import DrawCounts, HostState, HostStorage, Item, PrioritizedSampler
@@ -59,9 +60,15 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
         unit=buffer.unit.init(context, spec),
         edits=jnp.zeros((), jnp.uint32),
         transforms=transforms,
-        numbers=episode_ends.no_numbers(ring, spec, buffer.keys) if looks_at_ends else None,
+        numbers=no_numbers(ring.envs, spec, buffer.keys) if looks_at_ends else None,
         ring=ring,
     )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def compiled_blank(buffer: Buffer, spec: SpecKey) -> Any:
+    """`blank` in one call. It is traced once, for `init` and for the checks of states."""
+    return blank(buffer, spec.spec)
 
 
 def _attached(buffer: Buffer, state: PartState) -> Any:
@@ -207,7 +214,7 @@ def _odd_part(buffer: Buffer, state: BufferState, spec: SpecKey | None) -> str |
     """Returns the name of the first part whose state is not of its own making."""
     try:
         item = buffer.storage.spec(state.storage) if spec is None else spec.spec
-        own = jax.eval_shape(lambda: blank(buffer, item))
+        own = compiled_blank.eval_shape(buffer, SpecKey(item))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return "storage"  # anything that parts raise for a state that is not theirs
     for name in (*_PARTS, "numbers"):
@@ -259,6 +266,21 @@ def explained(verb: F) -> F:
                 "jax.shard_map, under jax.vmap for a leading axis of buffers; or make the mesh "
                 "with axis_types=(jax.sharding.AxisType.Auto,)."
             ) from error
+
+    return cast(F, called)
+
+
+def takes_state(verb: F) -> F:
+    """Wraps a verb whose error names the missing argument where only the key is given."""
+
+    @functools.wraps(verb)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) + len(kwargs) == 1:
+            raise TypeError(
+                f"{verb.__name__}: expected (state, key), got one argument. The items are in the "
+                f"state that init and add return: buffer.{verb.__name__}(state, key)."
+            )
+        return verb(self, *args, **kwargs)
 
     return cast(F, called)
 

@@ -8,16 +8,13 @@ through `escaped_errors`.
 
 import contextlib
 import difflib
-import functools
 import importlib
 import inspect
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
-from typing import Any, TypeVar
-
-Verb = TypeVar("Verb", bound=Callable[..., Any])
+from typing import Any
 
 _MAKE = "jrb.ReplayBuffer(capacity, num_envs=, batch_size=, sampler=, unit=)"
 
@@ -65,21 +62,6 @@ def hint(name: str, names: Iterable[str] = ()) -> str:
         return f" {name} is {NAMES[name]} here."
     close = difflib.get_close_matches(name, names, 1)
     return f" Did you mean {close[0]}?" if close else ""
-
-
-def takes_state(verb: Verb) -> Verb:
-    """Wraps a verb whose error names the missing argument where only the key is given."""
-
-    @functools.wraps(verb)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) + len(kwargs) == 1:
-            raise TypeError(
-                f"{verb.__name__}: expected (state, key), got one argument. The items are in the "
-                f"state that init and add return: buffer.{verb.__name__}(state, key)."
-            )
-        return verb(self, *args, **kwargs)
-
-    return called  # pyright: ignore[reportReturnType]: the same arguments
 
 
 def no_attribute(thing: Any, name: str) -> AttributeError:

@@ -5,6 +5,7 @@ and not over others; functions that ask for these find none there.
 """
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,11 +14,13 @@ from typing import Any
 import jax
 from jax import lax
 
-Axes = frozenset[Any]
+HAS_MESH_IN_TYPES: bool = hasattr(jax, "typeof")
 
-_HAS_MESH_IN_TYPES = hasattr(jax, "typeof")
-_CAST = getattr(lax, "pcast", None)
-_CAST_BEFORE = getattr(lax, "pvary", None)  # its name from JAX 0.6 on
+_HAS_CAST = hasattr(lax, "pcast")  # `pvary` in JAX 0.6 to 0.8
+CAST_TO_VARYING: Callable[..., Any] | None = (
+    functools.partial(lax.pcast, to="varying") if _HAS_CAST else getattr(lax, "pvary", None)
+)
+
 _IS_RECENT = jax.__version_info__ >= (0, 10)
 # What changes results, and may be set for one thread.
 _SETTINGS = (
@@ -69,43 +72,9 @@ def _setting(name: str) -> Callable[[Any], AbstractContextManager[Any]]:
     return getattr(importlib.import_module("jax.experimental"), name) if found is None else found
 
 
-def types_of(tree: Any) -> Any:
-    """Returns the types of arrays, with the axes of a mesh that they are on or vary over."""
-    if in_shard_map() or not _HAS_MESH_IN_TYPES:
-        return jax.eval_shape(lambda: tree)
-    return jax.tree.map(jax.typeof, tree)  # a hundred times faster
-
-
-def varying_axes(aval: Any) -> Axes:
-    """Returns the mesh axes over which an array of this type varies, inside `jax.shard_map`."""
-    manual = getattr(aval, "manual_axis_type", None)
-    return getattr(aval, "vma", None) or getattr(manual, "varying", None) or frozenset()
-
-
-def vary(array: jax.Array, axes: Axes) -> jax.Array:
-    """Returns an array of a type that varies over these axes too."""
-    missing = tuple(axes - varying_axes(jax.typeof(array)))
-    if not missing:
-        return array
-    if _CAST is not None:
-        return _CAST(array, missing, to="varying")
-    return array if _CAST_BEFORE is None else _CAST_BEFORE(array, missing)
-
-
-def in_shard_map() -> bool:
-    return bool(manual_axes())
-
-
-def manual_axes() -> Axes:
-    """Returns the mesh axes that belong to the `jax.shard_map` around this, if there is one."""
-    if not _HAS_MESH_IN_TYPES:
-        return frozenset()
-    return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
-
-
 def ambient_mesh() -> Any:
     """Returns the mesh that was set around this; None without one."""
-    if not _HAS_MESH_IN_TYPES:
+    if not HAS_MESH_IN_TYPES:
         return None
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh

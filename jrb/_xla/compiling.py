@@ -20,6 +20,8 @@ from jax import lax
 
 from jrb._xla import compat
 
+Axes = frozenset[Any]
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -88,15 +90,47 @@ def admitted(arguments: Any) -> Any:
     """Makes the arrays of a pytree constant under differentiation, and of one set of mesh axes."""
     arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
     axes = frozenset()
-    if compat.in_shard_map():
-        axes = axes.union(*(compat.varying_axes(jax.typeof(array)) for array in arrays))
+    if in_shard_map():
+        axes = axes.union(*(varying_axes(jax.typeof(array)) for array in arrays))
 
     def admit(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
-        return compat.vary(lax.stop_gradient(leaf), axes) if axes else lax.stop_gradient(leaf)
+        return vary(lax.stop_gradient(leaf), axes) if axes else lax.stop_gradient(leaf)
 
     return jax.tree.map(admit, arguments)
+
+
+def types_of(tree: Any) -> Any:
+    """Returns the types of arrays, with the axes of a mesh that they are on or vary over."""
+    if in_shard_map() or not compat.HAS_MESH_IN_TYPES:
+        return jax.eval_shape(lambda: tree)
+    return jax.tree.map(jax.typeof, tree)  # a hundred times faster
+
+
+def varying_axes(aval: Any) -> Axes:
+    """Returns the mesh axes over which an array of this type varies, inside `jax.shard_map`."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return getattr(aval, "vma", None) or getattr(manual, "varying", None) or frozenset()
+
+
+def vary(array: jax.Array, axes: Axes) -> jax.Array:
+    """Returns an array of a type that varies over these axes too."""
+    missing = tuple(axes - varying_axes(jax.typeof(array)))
+    if not missing:
+        return array
+    return array if compat.CAST_TO_VARYING is None else compat.CAST_TO_VARYING(array, missing)
+
+
+def in_shard_map() -> bool:
+    return bool(manual_axes())
+
+
+def manual_axes() -> Axes:
+    """Returns the mesh axes that belong to the `jax.shard_map` around this, if there is one."""
+    if not compat.HAS_MESH_IN_TYPES:
+        return frozenset()
+    return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
 
 
 def per_description(

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._util import casting, pytree
-from jrb._xla import compat
+from jrb._util import pytree
+from jrb._xla import compiling
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def evaluate_once(compute: Callable[[], T]) -> T:
 
     def taken() -> T:
         out = compute()
-        types.append(compat.types_of(out))
+        types.append(compiling.types_of(out))
         return out
 
     def never() -> Any:  # traced after the other branch, which need not be traced twice then
@@ -60,9 +60,9 @@ def _always() -> jax.Array:
 def _zeros(like: Any) -> Any:
     """Returns zeros of a type; those of keys do not vary over a mesh by themselves."""
     zeros = jnp.zeros_like(like)
-    if not casting.is_keys(like.dtype) or not compat.in_shard_map():
+    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key) or not compiling.in_shard_map():
         return zeros
-    return compat.vary(zeros, compat.varying_axes(like))
+    return compiling.vary(zeros, compiling.varying_axes(like))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)  # traced once
@@ -78,15 +78,15 @@ def loop(
     trips: jax.Array | int, body: Callable[[jax.Array, T], T], carry: T, unroll: int | None = None
 ) -> T:
     """Runs `lax.fori_loop(0, trips, body, carry)`, inside `jax.shard_map` too."""
-    while compat.in_shard_map():
+    while compiling.in_shard_map():
         # The carry has to vary, from the start, over the axes over which the body's result does.
         leaves, structure = jax.tree.flatten(carry)
         after = jax.tree.leaves(jax.eval_shape(body, 0, carry))
-        axes = [compat.varying_axes(leaf) for leaf in after]
-        current = [compat.varying_axes(jax.typeof(leaf)) for leaf in leaves]
+        axes = [compiling.varying_axes(leaf) for leaf in after]
+        current = [compiling.varying_axes(jax.typeof(leaf)) for leaf in leaves]
         if all(new <= old for new, old in zip(axes, current, strict=True)):
             break
-        carry = jax.tree.unflatten(structure, map(compat.vary, leaves, axes))
+        carry = jax.tree.unflatten(structure, map(compiling.vary, leaves, axes))
     return lax.fori_loop(0, trips, body, carry, unroll=unroll)
 
 
@@ -115,8 +115,8 @@ def _flag_of_all(size: int, batched: list[bool], flag: jax.Array) -> tuple[jax.A
     if not batched[0]:
         return unbatched_flag(flag), False
     one = jnp.int32(1)
-    if compat.in_shard_map():
-        one = compat.vary(one, compat.varying_axes(jax.typeof(flag)))
+    if compiling.in_shard_map():
+        one = compiling.vary(one, compiling.varying_axes(jax.typeof(flag)))
     return one, False
 
 

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._util import casting
 from jrb._xla import compat, compiling, dependencies
 
 T = TypeVar("T")
@@ -43,7 +42,7 @@ def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -
         width: of a row, in elements.
         times: how many such reads are made at once (see `scaled_by_vmap`).
     """
-    if not slots.ndim or casting.is_keys(array.dtype):
+    if not slots.ndim or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return False
     size, count, limits = array.dtype.itemsize, slots.size * times, compiling.current_limits()
     whole, nbytes = array.size * size, count * (width * size + _OF_A_ROW)

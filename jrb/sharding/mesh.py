@@ -80,7 +80,7 @@ class Layout:
 
     def is_inside(self) -> bool:
         """Returns True if a `jax.shard_map` over the axis is around this: arguments are parts."""
-        return self.axis in compat.manual_axes()
+        return self.axis in compiling.manual_axes()
 
 
 @dataclasses.dataclass(frozen=True)

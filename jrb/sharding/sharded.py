@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._core import eager, memory, transforming
-from jrb._core.validate import check_donated, explained, on_host, warn_of_copies
-from jrb._util import casting, checks, display, pytree, wording
+from jrb._core.validate import check_donated, explained, on_host, takes_state, warn_of_copies
+from jrb._util import casting, checks, display, pytree
 from jrb._util.pytree import Leaf, PyTree
 from jrb.buffer import ReplayBuffer, draw_arguments
 from jrb.sharding import joint, mesh
@@ -220,7 +220,7 @@ class Sharded:
         pairs = (items, axis), (mask, _axis_of_mask(mask, axis)), (priorities, axis)
         return self._call(name, state, *pairs)
 
-    @wording.takes_state
+    @takes_state
     def sample(
         self,
         state: BufferState,
@@ -231,7 +231,7 @@ class Sharded:
         """Samples a batch and leaves the state as it is; see `draw`."""
         return self._draw(state, key, batch_size, beta, moves=False)[1]
 
-    @wording.takes_state
+    @takes_state
     def draw(
         self,
         state: BufferState,

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._core import packed, rows
+from jrb._core import packed
 from jrb._util import checks, pytree
 from jrb._util.pytree import Leaf
 from jrb._xla import dependencies, gather
@@ -310,8 +310,8 @@ def _write_row(context: Context, write: WritePlan, both: Any, t: Any, carry: Any
         array = arrays[name]
         kept = lambda array=array: gather.items_at(array, tail + envs)
         array = array.at[to_pool].set(dependencies.materialize(kept), mode="drop")
-        array = rows.put_blocks(array, to_ring[None], stop(one[t])[None])
-        arrays = {**arrays, name: rows.put_blocks(array, to_tail[None], stop(after[t])[None])}
+        array = packed.put_blocks(array, to_ring[None], stop(one[t])[None])
+        arrays = {**arrays, name: packed.put_blocks(array, to_tail[None], stop(after[t])[None])}
     settled = jnp.where(has_before, before, ring.capacity) + waited
     owned = jnp.where(differs, entry, room) + waited
     state = state.replace(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import packed, rows
+from jrb._core import packed
 from jrb._core.host_proxy import DeviceProxy, UniqueSlots
 from jrb._util import checks, pytree
 from jrb._xla import dependencies, gather
@@ -19,6 +19,7 @@ from jrb.ring import Clock, Occupancy, Ring
 from jrb.storages.host_rows import HostView
 from jrb.storages.memmap import StoreArrays, StoreRows
 from jrb.types import Context, HostState, Item, SlotsForLeaf, WritePlan
+from jrb.types.messages import plan_rows
 
 
 class DeviceCacheState(pytree.State):
@@ -71,7 +72,7 @@ class DeviceCache(DeviceProxy):
         """Returns the slots, int32 `[T, E]`, and the state with the last of the rows."""
         mask = None if write.consecutive else write.written
         ring = self.ring(context.ring)
-        clock, put = rows.plan_rows(ring, state.clock, write.passed.size, mask)
+        clock, put = plan_rows(ring, state.clock, write.passed.size, mask)
         write_to = lambda column, new: packed.put_column(column, put, packed.to_words(new))
         new = jax.tree.map(write_to, state.items, items, is_leaf=packed.is_column)
         return (write.slots, DeviceCacheState(items=new, clock=clock)), write
@@ -138,7 +139,7 @@ def _merged(cached: list[jax.Array], others: list[jax.Array], at: list[jax.Array
     for leaf, new, start in zip(cached, others, at, strict=True):
         lead = leaf.shape[: leaf.ndim + 1 - new.ndim]
         line = leaf.reshape(math.prod(lead), *new.shape[1:])
-        line = rows.put_blocks(line, start, new[:, None]) if start.size else line
+        line = packed.put_blocks(line, start, new[:, None]) if start.size else line
         merged.append(line.reshape(leaf.shape))
     return merged
 

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._core import episode_ends
 from jrb._util import checks, pytree
 from jrb._util.pytree import DType
 from jrb._xla import random_bits
-from jrb.keys import Keys, Path, find, lookup, path_name, within
+from jrb.keys import Keys, Path, ends_of, find, lookup, path_name, within
 from jrb.types import Item, Transform, TransformContext
 
 Paths = tuple[Path, ...]
@@ -262,7 +261,7 @@ class RewardToGo(Transform):
                 )
         goes_on = batch.mask if batch.ends is None else batch.mask & ~batch.ends
         if batch.ends is None or batch.keys.flags(data):
-            goes_on = goes_on & ~episode_ends.ends(data, batch.keys)
+            goes_on = goes_on & ~ends_of(data, batch.keys)
         goes_on = goes_on & (self.discount > 0)  # or 0 times infinity would be no number
 
         def sums(leaf: jax.Array) -> jax.Array:

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb._core import episode_ends, transforming, validate
+from jrb._core import transforming, validate
 from jrb._util import checks, pytree
-from jrb.keys import Keys, find, path_name, within
+from jrb.keys import Keys, check_ends, find, path_name, within
 from jrb.state import Buffer, BufferState
 from jrb.transforms.leaves import Paths, check_paths, rewritten
 from jrb.types import Context, Item, StatefulTransform, TransformContext
@@ -270,7 +270,7 @@ class RunningRewardScale(_Running):
 
     def init(self, context: Context, spec: Item) -> Any:
         """Returns `Returns` of 0, for each leaf of the reward. Raises without reward or flags."""
-        episode_ends.check(spec, context.keys)
+        check_ends(spec, context.keys)
         prefix, envs = path_name(context.keys.reward), context.ring.envs
 
         def start(path: tuple, reward: Any) -> Returns:

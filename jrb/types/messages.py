@@ -1,4 +1,7 @@
-"""The messages between the parts of a buffer. N capacity, E environments, B batch, T time."""
+"""The messages between the parts of a buffer, and how most parts make and use them.
+
+N capacity, E environments, B batch, T time.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,10 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jrb._util import pytree
-from jrb.keys import Keys
-from jrb.ring import Occupancy, Ring
+from jrb._xla import compiling, dependencies
+from jrb.keys import Keys, ends_of
+from jrb.ring import Clock, Occupancy, Ring
 
 
 class MissingMethodError(TypeError):
@@ -95,6 +100,19 @@ class WritePlan:
     def lengths(self) -> tuple[jax.Array, jax.Array]:
         """The rows that leave and those that are written, by clock: int32 `[1]` or `[E]`."""
         return self.expired.reshape(-1), self.rows.reshape(-1)
+
+    def after(self, token: jax.Array) -> "WritePlan":
+        """Returns the plan with slots that are not known before `token`, an int32 zero."""
+        return dataclasses.replace(self, starts=self.starts + token, slots=self.slots + token)
+
+    def in_line(self, array: jax.Array) -> "WritePlan":
+        """Returns a plan that waits, in a program for one verb, until `array` was written."""
+        # XLA's CPU compiler hands kernels to another thread where more than nine could run at once.
+        # To wake it takes longer than they do: adds take 2 to 5 times as long (see
+        # `jrb/_xla/README.md`).
+        if not (compiling.is_standalone() and array.size):
+            return self
+        return self.after(dependencies.zero_after(array))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,3 +343,120 @@ class TransformContext:
     keys: Keys
     state: PartState = None
     ends: jax.Array | None = None
+
+
+# How most parts make these messages, and use them.
+
+
+def plan_rows(
+    ring: Ring, clock: Clock, length: int, mask: jax.Array | None
+) -> tuple[Clock, WritePlan]:
+    """Plans T rows of time around the ring, one after the other; of more than R, the last R.
+
+    Args:
+        ring: its shape.
+        clock: where it stands, `[]`, or `[E]` if each environment has its own.
+        length: T.
+        mask: bool `[T]`, the rows to write, or `[T, E]` with a clock `[E]`; None for all.
+    """
+    each = clock.cursor.shape
+    single = mask is None and length == 1 and not each
+    if mask is None:
+        written = jnp.ones((length, *each), jnp.bool_)
+    else:
+        written = jnp.broadcast_to(mask.reshape(length, *[-1] * len(each)), (length, *each))
+    if single:  # the slot as it is, so that the write stays a slice without a condition
+        passed, starts = jnp.ones(1, jnp.int32), clock.cursor[None] * ring.envs
+    else:
+        passed = jnp.cumsum(written, axis=0, dtype=jnp.int32)
+        kept = written & (passed > passed[-1] - ring.rows)
+        starts = ring.row_after(clock.cursor, passed - 1) * ring.envs
+        starts = jnp.where(kept, starts, ring.capacity)
+    slots = ring.row_slots(starts)
+    write = WritePlan(
+        starts=slots.reshape(-1) if each else starts,
+        slots=slots,
+        written=written,
+        passed=passed,
+        expired=jnp.maximum(clock.count - ring.rows + passed[-1], 0),
+        consecutive=single,
+    )
+    return ring.advance(clock, write.rows), write
+
+
+def put_rows(array: jax.Array, write: WritePlan, rows: jax.Array) -> jax.Array:
+    """Puts rows `[T, E, ...]` at the slots of a write, in an array `[N, ...]`."""
+    # A slice for consecutive slots, else a scatter of items without those that `write` drops.
+    if write.consecutive:
+        return lax.dynamic_update_slice_in_dim(array, rows[0], write.starts[0], axis=0)
+    items = rows.reshape(write.slots.size, *rows.shape[2:])
+    return array.at[write.slots.reshape(-1)].set(items, mode="drop")
+
+
+def episode_ends(context: Context, write: WritePlan, items: Item) -> jax.Array:
+    """Returns which rows of a write are the last of their episodes, by flags or cuts, `[T, E]`.
+
+    Args:
+        context: of the buffer.
+        write: of these rows.
+        items: leaves `[T, E, ...]`; those without any flag end by cuts only.
+    """
+    if context.keys.flags(items):
+        done = ends_of(items, context.keys)
+    else:
+        done = jnp.zeros(write.slots.shape, jnp.bool_)
+    return done if write.cuts is None else done | write.cuts
+
+
+def all_held(context: Context) -> Anchors:
+    """Returns every slot that holds an item, oldest first, as anchors."""
+    ring, held = context.ring, context.held
+    nth = lambda ranks, key: (held.nth(ring, ranks), jnp.ones(ranks.shape, jnp.float32))
+    return Anchors(count=held.size, nth=nth, all_held=True)
+
+
+def every_slot(context: Context, write: WritePlan) -> AnchorUpdate:
+    """Returns the update by a write if every slot that holds an item is an anchor."""
+    ring, held, (expired, passed) = context.ring, context.held, write.lengths
+    entered, leaving = write.slots.reshape(-1), {}
+    if not write.bounded:  # else each slot that leaves enters again, with another item
+        leaving = departures(context, write)
+    if held.streams == 1:
+        count = expired[0] * ring.envs
+        overwritten = jnp.maximum(held.rows(ring) + passed - ring.rows, 0)[0]
+        early = expired[0] > overwritten  # ranks then move, though no slot is written
+        return AnchorUpdate(
+            entered=entered,
+            entered_count=passed[0] * ring.envs,
+            departed_count=count,
+            departed_from=lambda rank: jnp.maximum(count - rank, 0),
+            reordered=jnp.bool_(False) if write.bounded else early,
+            consecutive=write.consecutive,
+            **leaving,
+        )
+    # An item that takes the place of another has its rank, too (see `Occupancy`): only what makes a
+    # stream longer moves the ranks of others, and only rows that are not overwritten depart.
+    grown = jnp.maximum(passed - expired, 0)
+    removed = leaving.get("removed", jnp.zeros(0, jnp.int32))
+    departs, safe = removed < ring.capacity, jnp.minimum(removed, ring.capacity - 1)
+    at_or_behind = lambda rank: departs & (held.rank(ring, safe) >= rank)
+    return AnchorUpdate(
+        entered=entered,
+        entered_count=jnp.sum(grown, dtype=jnp.int32),
+        departed_count=jnp.sum(departs, dtype=jnp.int32),
+        departed_from=lambda rank: jnp.sum(at_or_behind(rank), dtype=jnp.int32),
+        reordered=jnp.any(grown > 0) if write.bounded else jnp.any(departs),
+        **leaving,
+    )
+
+
+def departures(context: Context, write: WritePlan) -> dict[str, Any]:
+    """Returns the fields of an `AnchorUpdate` for rows that leave: a run of slots, or each slot."""
+    ring, held, (expired, _) = context.ring, context.held, write.lengths
+    most = min(write.length, ring.rows) if write.bounded else ring.rows
+    if held.streams > 1:
+        row = jnp.arange(most, dtype=jnp.int32)[:, None]
+        slots = jnp.where(row < expired, held.oldest(ring, most), ring.capacity)
+        return {"removed": slots.reshape(-1)}
+    run = Occupancy(first=held.first, count=jnp.minimum(expired, ring.rows) * ring.envs)
+    return {"expired": run, "most": most * ring.envs if write.bounded else None}

@@ -1,4 +1,4 @@
-"""Anchors of units: all slots that hold items, or a queue of slots that a unit chose.
+"""A queue of the slots that a unit chose as anchors.
 
 N capacity, E environments, R = N / E rows, S streams (see `jrb.ring`), T time.
 """
@@ -13,64 +13,11 @@ from jax import lax
 
 from jrb._util import pytree
 from jrb._xla import dependencies, gather
-from jrb.ring import Occupancy, Ring, first_places, locate
+from jrb.ring import Ring, first_places, locate
 from jrb.types import Anchors, AnchorUpdate, Context, WritePlan
+from jrb.types.messages import departures
 
 T = TypeVar("T")
-
-
-def all_held(context: Context) -> Anchors:
-    """Returns every slot that holds an item, oldest first, as anchors."""
-    ring, held = context.ring, context.held
-    nth = lambda ranks, key: (held.nth(ring, ranks), jnp.ones(ranks.shape, jnp.float32))
-    return Anchors(count=held.size, nth=nth, all_held=True)
-
-
-def every_slot(context: Context, write: WritePlan) -> AnchorUpdate:
-    """Returns the update by a write if every slot that holds an item is an anchor."""
-    ring, held, (expired, passed) = context.ring, context.held, write.lengths
-    entered, leaving = write.slots.reshape(-1), {}
-    if not write.bounded:  # else each slot that leaves enters again, with another item
-        leaving = departures(context, write)
-    if held.streams == 1:
-        count = expired[0] * ring.envs
-        overwritten = jnp.maximum(held.rows(ring) + passed - ring.rows, 0)[0]
-        early = expired[0] > overwritten  # ranks then move, though no slot is written
-        return AnchorUpdate(
-            entered=entered,
-            entered_count=passed[0] * ring.envs,
-            departed_count=count,
-            departed_from=lambda rank: jnp.maximum(count - rank, 0),
-            reordered=jnp.bool_(False) if write.bounded else early,
-            consecutive=write.consecutive,
-            **leaving,
-        )
-    # An item that takes the place of another has its rank, too (see `Occupancy`): only what makes a
-    # stream longer moves the ranks of others, and only rows that are not overwritten depart.
-    grown = jnp.maximum(passed - expired, 0)
-    removed = leaving.get("removed", jnp.zeros(0, jnp.int32))
-    departs, safe = removed < ring.capacity, jnp.minimum(removed, ring.capacity - 1)
-    at_or_behind = lambda rank: departs & (held.rank(ring, safe) >= rank)
-    return AnchorUpdate(
-        entered=entered,
-        entered_count=jnp.sum(grown, dtype=jnp.int32),
-        departed_count=jnp.sum(departs, dtype=jnp.int32),
-        departed_from=lambda rank: jnp.sum(at_or_behind(rank), dtype=jnp.int32),
-        reordered=jnp.any(grown > 0) if write.bounded else jnp.any(departs),
-        **leaving,
-    )
-
-
-def departures(context: Context, write: WritePlan) -> dict[str, Any]:
-    """Returns the fields of an `AnchorUpdate` for rows that leave: a run of slots, or each slot."""
-    ring, held, (expired, _) = context.ring, context.held, write.lengths
-    most = min(write.length, ring.rows) if write.bounded else ring.rows
-    if held.streams > 1:
-        row = jnp.arange(most, dtype=jnp.int32)[:, None]
-        slots = jnp.where(row < expired, held.oldest(ring, most), ring.capacity)
-        return {"removed": slots.reshape(-1)}
-    run = Occupancy(first=held.first, count=jnp.minimum(expired, ring.rows) * ring.envs)
-    return {"expired": run, "most": most * ring.envs if write.bounded else None}
 
 
 class AnchorQueue(pytree.State):

@@ -14,6 +14,7 @@ from jrb._util import pytree
 from jrb._xla import dependencies, gather, random_bits
 from jrb.ring import Ring, locate
 from jrb.types import Anchors, AnchorUpdate, Context, WritePlan
+from jrb.types.messages import departures
 from jrb.units import anchors as anchor_queue
 
 _STARTS = 1  # the number that `random_bits.fold` gets for starts within episodes
@@ -196,9 +197,9 @@ def after_write(
     arrived = jnp.sum(done & written, axis=0, dtype=jnp.int32) if whole else number[-1]
     update = _update(ring, table, after, arrived, whole)
     if length is not None:
-        departures = anchor_queue.departures(context, write)  # no row that leaves is an anchor
         entered = _first_rows(context, write, done, length)
-        update = dataclasses.replace(update, entered=entered, **departures)
+        leaving = departures(context, write)  # no row that leaves is an anchor
+        update = dataclasses.replace(update, entered=entered, **leaving)
     return after, update, position
 
 

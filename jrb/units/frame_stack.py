@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._core import episode_ends, rows
 from jrb._util import casting, checks, pytree
 from jrb._xla import dependencies, gather
-from jrb.keys import Keys, Path, path_name, within
+from jrb.keys import Keys, Path, check_ends, path_name, within
 from jrb.ring import Ring
 from jrb.types import (
     Anchors,
@@ -25,6 +24,7 @@ from jrb.types import (
     WritePlan,
     Writer,
 )
+from jrb.types.messages import episode_ends, put_rows
 from jrb.types.parts import check_part
 from jrb.units import anchors as anchor_queue
 from jrb.units import episodes
@@ -128,7 +128,7 @@ class FrameStack(WrappingUnit):
     def init(self, context: Context, spec: Item) -> FrameStackState:
         """Returns a state without rows. Raises without done flag, or leaves at one of the paths."""
         ring, keys = context.ring, context.keys
-        episode_ends.check(spec, keys)
+        check_ends(spec, keys)
         names = pytree.leaf_names(spec)
         named = dict(zip(names, jax.tree.leaves(spec), strict=True))
         # Not every item has a next observation; paths that are given must be there.
@@ -185,10 +185,10 @@ class FrameStack(WrappingUnit):
         """Lets anchors of the inner unit enter, until the ring's tail cuts their stack."""
         ring, held = context.ring, context.held
         inner, change = self.unit.on_write(context, state.unit, write, items)
-        done = episode_ends.ending(context, write, items)
+        done = episode_ends(context, write, items)
         length, running = episodes.lengths(state.length, done, write, self.k)
-        later = rows.after(write, anchor_queue.waited(state.queue))  # `back` was read for it
-        back = rows.put(state.back, later, (length - 1).astype(state.back.dtype))
+        later = write.after(anchor_queue.waited(state.queue))  # `back` was read for it
+        back = put_rows(state.back, later, (length - 1).astype(state.back.dtype))
         state = state.replace(back=back, length=running, unit=inner)
         entered = _with_whole_stack(context, write, change.entered, state)
         queue, own = anchor_queue.after_write(

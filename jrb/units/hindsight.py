@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import episode_ends, rows
 from jrb._util import checks, pytree
 from jrb._xla import gather, random_bits
-from jrb.keys import Keys, Path, find, leaves_at, path_name, within
+from jrb.keys import Keys, Path, check_ends, find, leaves_at, path_name, within
 from jrb.ring import Ring
 from jrb.types import AnchorUpdate, Context, Item, ReadPlan, Sampler, Unit, WritePlan, Writer
+from jrb.types.messages import episode_ends, put_rows
 from jrb.types.parts import check_part
 from jrb.units import episodes
 from jrb.units.episodes import EpisodeTable
@@ -127,7 +127,7 @@ class Hindsight(WrappingUnit):
     def init(self, context: Context, spec: Item) -> HindsightState:
         """Returns a state without rows. Raises if goals are missing, or not like achievements."""
         ring, keys = context.ring, context.keys
-        episode_ends.check(spec, keys)
+        check_ends(spec, keys)
         keys.get(spec, "reward")
         for path in (keys.done, keys.terminated):  # flags of several agents are not recomputed
             names = list(leaves_at(spec, path))
@@ -152,10 +152,10 @@ class Hindsight(WrappingUnit):
         self, context: Context, state: HindsightState, write: WritePlan, items: Item
     ) -> tuple[HindsightState, AnchorUpdate]:
         """Lets anchors of the inner unit enter, and notes the episode of each row."""
-        done = episode_ends.ending(context, write, items)
+        done = episode_ends(context, write, items)
         after, _, which = episodes.after_write(context, state.episodes, write, done, 1)
         inner, change = self.unit.on_write(context, state.unit, write, items)
-        which = rows.put(state.which, write, which)
+        which = put_rows(state.which, write, which)
         return HindsightState(episodes=after, which=which, unit=inner), change
 
     def truncate(

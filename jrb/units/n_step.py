@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._core import episode_ends, rows
 from jrb._util import checks, display, pytree
 from jrb._xla import dependencies, gather
-from jrb.keys import Keys, Path, leaves_at, path_name, within
+from jrb.keys import Keys, Path, check_ends, leaves_at, path_name, within
 from jrb.ring import Ring
 from jrb.types import (
     Anchors,
@@ -23,9 +22,10 @@ from jrb.types import (
     WritePlan,
     Writer,
 )
+from jrb.types.messages import all_held, episode_ends, every_slot, put_rows
 from jrb.units import anchors as anchor_queue
 from jrb.units import episodes
-from jrb.units.anchors import AnchorQueue, all_held, every_slot
+from jrb.units.anchors import AnchorQueue
 
 _UNROLLED = 16
 """Rows of a return that a program adds one by one; more in a loop, so that it stays small."""
@@ -123,7 +123,7 @@ class NStep(Unit):
     def init(self, context: Context, spec: Item) -> NStepState:
         """Returns a state without rows. Raises without done flag, real reward or discount."""
         ring, keys = context.ring, context.keys
-        episode_ends.check(spec, keys)
+        check_ends(spec, keys)
         keys.get(spec, "reward")
         for name, leaf in leaves_at(spec, keys.reward).items():
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -152,8 +152,8 @@ class NStep(Unit):
         self, context: Context, state: NStepState, write: WritePlan, items: Item
     ) -> tuple[NStepState, AnchorUpdate]:
         """Lets rows enter when written; if strict, when their return is complete."""
-        done = episode_ends.ending(context, write, items)
-        ended = rows.put(state.ended, write, done)
+        done = episode_ends(context, write, items)
+        ended = put_rows(state.ended, write, done)
         if state.queue is None or state.length is None:
             return state.replace(ended=ended), every_slot(context, write)
         length, running = episodes.lengths(state.length, done, write, self.n)

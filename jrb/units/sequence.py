@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import episode_ends, rows
 from jrb._util import checks, display, pytree
 from jrb._xla import dependencies, gather
-from jrb.keys import Keys, Path, find, path_name, within
+from jrb.keys import Keys, Path, check_ends, find, path_name, within
 from jrb.ring import Ring
 from jrb.types import (
     Anchors,
@@ -25,9 +24,10 @@ from jrb.types import (
     WritePlan,
     Writer,
 )
+from jrb.types.messages import all_held, episode_ends, every_slot, put_rows
 from jrb.units import anchors as anchor_queue
 from jrb.units import episodes
-from jrb.units.anchors import AnchorQueue, all_held, every_slot
+from jrb.units.anchors import AnchorQueue
 from jrb.units.episodes import EpisodeTable
 
 _MANY = 2**30  # rows of an episode: so many are counted on from about half of it
@@ -212,7 +212,7 @@ class Sequence(Unit):
             ValueError: the items have no done flag, unless windows cross episodes.
         """
         ring = context.ring
-        episode_ends.check(spec, context.keys, is_needed=not self.cross_episodes)
+        check_ends(spec, context.keys, is_needed=not self.cross_episodes)
         for path in self.first_only:
             find(spec, path, "Sequence: first_only")
         is_row = self.sample_by == "windows"
@@ -233,7 +233,7 @@ class Sequence(Unit):
         self, context: Context, state: SequenceState, write: WritePlan, items: Item
     ) -> tuple[SequenceState, AnchorUpdate]:
         """Lets a row enter when written; windows and episodes with the last row they wait for."""
-        done = episode_ends.ending(context, write, items)
+        done = episode_ends(context, write, items)
         # Rows of an episode are counted as far as an anchor or a stride depends on them.
         if self.stride > 1:
             most = 2**31 - 1
@@ -249,12 +249,12 @@ class Sequence(Unit):
             to_next = -(state.phase + passed - 1) % self.stride  # rows until it is complete
             steps = jnp.where(length == 1, 0, self.stride) - to_next
             state = state.replace(phase=(state.phase + passed[-1]) % self.stride)
-        ended = rows.put(state.ended, write, done)
+        ended = put_rows(state.ended, write, done)
         if self.stride > 1:  # the counts stay below 2^31, and the same modulo the stride
             surplus = _UNKNOWN // self.stride * self.stride
             running = jnp.where(running >= _MANY, running - surplus, running)
-        later = rows.in_line(write, ended)
-        before = rows.put(state.before, later, steps.astype(state.before.dtype))
+        later = write.in_line(ended)
+        before = put_rows(state.before, later, steps.astype(state.before.dtype))
         state = state.replace(ended=ended, before=before, length=running)
         if state.queue is not None:
             entered = self._entering(context, write, length, steps)

@@ -22,8 +22,7 @@ from jrb.types import (
     WritePlan,
     Writer,
 )
-from jrb.types.messages import PartState
-from jrb.units.anchors import all_held, every_slot
+from jrb.types.messages import PartState, all_held, every_slot
 
 
 @pytree.component

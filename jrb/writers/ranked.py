@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import sum_tree
-from jrb._core import rows
 from jrb._util import checks, display, pytree
 from jrb._xla import dependencies, random_bits
 from jrb.keys import Path, find, path_name, within
@@ -38,7 +37,10 @@ class OneByOne(Writer):
 
     def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
         """Returns all slots by the numbers of their items."""
-        return rows.by_number(state.stamps, state.number, state.count), state.count
+        slot = jnp.arange(state.stamps.size, dtype=jnp.int32)
+        # Numbers are modulo 2^32: the greatest age is that of the oldest.
+        age = jnp.where(slot < state.count, state.number - state.stamps, 0)
+        return jnp.argsort(~age, stable=True).astype(jnp.int32), state.count
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Returns the state without items; no slot has the number of one."""
@@ -277,7 +279,7 @@ class Reservoir(OneByOne):
         chosen = random_bits.below(bound, *words).astype(jnp.uint32)
         slots = jnp.where(bound <= capacity, bound - np.uint32(1), chosen)
         slots = jnp.where(is_written & (slots < capacity), slots, np.uint32(capacity))
-        slots = rows.distinct(ring, slots.astype(jnp.int32)) + jnp.minimum(state.count, 0)
+        slots = ring.distinct(slots.astype(jnp.int32)) + jnp.minimum(state.count, 0)
         total = jnp.sum(is_written, dtype=jnp.uint32)
         came = jnp.minimum(total, _MOST - state.came) + state.came
         after = state.replace(
