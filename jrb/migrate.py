@@ -6,7 +6,7 @@ N capacity, E environments, T rows of time, K items.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -142,19 +142,12 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
 # The items that are kept.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Selection:
-    """The rows that are kept, as rows of the new buffer.
+class _Selection(NamedTuple):
+    """The rows that are kept, as rows of the new buffer, `[T, E]`."""
 
-    Attributes:
-        slots: int32 `[T, E]`, the old slots, oldest row first.
-        mask: bool `[T, E]`, which of them are real.
-        cuts: bool `[T, E]`, the rows after which time does not go on; None without order of time.
-    """
-
-    slots: np.ndarray
-    mask: np.ndarray
-    cuts: np.ndarray | None
+    slots: np.ndarray  # int32, the old slots, oldest row first
+    mask: np.ndarray  # which of them are real
+    cuts: np.ndarray | None  # after which time does not go on; None without order of time
 
 
 def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _Selection:
@@ -366,18 +359,9 @@ def regrouped(
     new: ReplayBuffer | Sharded,
     number: int,
 ) -> BufferState:
-    """Returns the state of one new shard, from the old shards that have its environments.
+    """Returns the state of one new shard, 0 for a single buffer, from the old shards.
 
-    Args:
-        old: the old description.
-        states: of its shards, by number; at least those that are needed.
-        new: the new description.
-        number: of the new shard; 0 for a single buffer.
-
-    Raises:
-        ValueError: another number of environments, or no order of time; shards of which one holds
-            more rows than another, where the new writer keeps them together; a queue; more than
-            2^31 - 1 slots in the shards that the new one is made of.
+    Of these, at least those are needed that have its environments.
     """
     part, target = (one.part if isinstance(one, Sharded) else one for one in (old, new))
     _check_shards(old, states, new)

@@ -153,6 +153,14 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int, parts: Iterable[
         raise
 
 
+def check_free(path: str, parts: Iterable[str] = ()) -> None:
+    """Raises if a file of others would be in the way of a save to a path; nothing is written."""
+    if os.path.isdir(path):
+        _check_names(Folder(path), parts)
+    elif os.path.lexists(path):
+        raise ValueError(f"{path}: expected a folder, or nothing, found a file. Move it away.")
+
+
 def _check_names(folder: Folder, parts: Iterable[str] = ()) -> int | None:
     """Returns the newest generation; raises if a file of others would be in the way."""
     generation.check_own(folder)

@@ -80,6 +80,7 @@ def save(path: str, saved: AnySnapshot, compression: str | None) -> None:
             f"{path}: expected nothing, or a checkpoint with layout='h5', found another file, "
             "which would be lost. Move it away, or choose another path."
         )
+    path = os.path.realpath(path)  # a link to a checkpoint stays one
     # HDF5 writes to memory: where a write to a disk fails, it may crash.
     with h5py.File(path, "w", driver="core", backing_store=False) as file:
         _write(file, saved, {} if compression is None else {"compression": compression})

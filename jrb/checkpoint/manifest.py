@@ -78,11 +78,6 @@ _STRUCTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def _size(value: Any) -> Schema:
-    """The schema of a number of items; of states under vmap a list."""
-    return [_size] if isinstance(value, list) else NATURAL
-
-
 def _form(value: Any) -> Schema:
     """The schema of metadata of items that are not in rows of the state's own leaves."""
     if value is None:
@@ -99,6 +94,11 @@ def _container(value: Any) -> Schema:
     return schemas[0] if schemas else {"class": str, "fields": [str]}
 
 
+def _size(value: Any) -> Schema:
+    """The schema of a number of items; of states under vmap a list."""
+    return [_size] if isinstance(value, list) else NATURAL
+
+
 _COUNT = range(1, 1 << 62), type(None)
 _FACTS = {
     **{f"{name}?": str for name in ("description", "time")},
@@ -110,7 +110,7 @@ _META = {"kind?": str, "extra?": [str], "form?": _form, "facts?": _FACTS}
 _PARTS = {"parts": {...: lambda value: [NATURAL, str] if isinstance(value, list) else NATURAL}}
 
 ABOUT: dict[str, Any] = _META | {"buffer": _description, "items": _structure, "batch": [_LENGTH]}
-"""The schema of what a file says of one buffer; see `jrb.checkpoint.matching.about`."""
+"""The schema of what a file says of one buffer; see `jrb.checkpoint.schema.about`."""
 
 ABOUT_HDF5: dict[str, Any] = ABOUT | {
     "rows": _LENGTH,
@@ -139,13 +139,7 @@ def _parts(saved: Generation) -> dict[str, Any]:
 
 
 def part(path: str, whole: Generation, name: str) -> Generation:
-    """Returns the generation of a part that belongs to one of the whole.
-
-    Args:
-        path: of the whole.
-        whole: its generation.
-        name: of the part.
-    """
+    """Returns the generation of a part that belongs to one of the whole, which is at `path`."""
     number, identity = _parts(whole)[name]
     one = open_generation(path_of(path, name), number)
     if identity not in (None, one.identity):
@@ -175,24 +169,17 @@ def is_checkpoint(path: str) -> bool:
 
 
 def is_own(path: str, name: str) -> bool:
-    """Returns whether a file in the folder of a checkpoint was written by jrb.
+    """Returns whether a file in the folder of a checkpoint, such as `a/lock`, was written by jrb.
 
     Other checkpoints in the folder are not its own.
-
-    Args:
-        path: of the folder.
-        name: of the file, below the folder.
     """
     part, _, inner = name.partition("/")
     if not inner or removal.is_of_store(path, name):
         return removal.is_of_store(path, name)
     folder = Folder(path)
-    parts = {
-        folder_name(one)
-        for n in generation.numbers(folder)
-        for one in readable_generations(folder, n)
-    }
-    return part in parts and is_own(os.path.join(path, part), inner)
+    named = [readable_generations(folder, number) for number in generation.numbers(folder)]
+    is_part = any(part == folder_name(one) for names in named for one in names)
+    return is_part and is_own(os.path.join(path, part), inner)
 
 
 def numbers(path: str) -> list[int]:
@@ -231,12 +218,7 @@ def _metadata(path: str, saved: Generation) -> dict[str, Any]:
 
 
 def damages(path: str, progress: Progress = no_progress) -> list[str]:
-    """Returns all that is wrong, also with the parts and theirs, a line each.
-
-    Args:
-        path: of the folder.
-        progress: called now and then with the share of the work that is done, from 0 to 1.
-    """
+    """Returns all that is wrong, also with the parts and theirs, a line each."""
     folder = opening.folder_at(path)
     lines: list[str] = []
     folders: dict[str, None] = {}  # of the parts that are there
@@ -252,12 +234,11 @@ def damages(path: str, progress: Progress = no_progress) -> list[str]:
         for name in names:
             try:
                 part(path, whole, name)
-                folders[path_of(path, name)] = None
-            except FileNotFoundError as error:
+            except (FileNotFoundError, ValueError) as error:
                 lines.append(str(error))
-            except ValueError as error:
-                lines.append(str(error))
-                folders[path_of(path, name)] = None
+                if isinstance(error, FileNotFoundError):
+                    continue
+            folders[path_of(path, name)] = None
     first, *others = opening.steps(progress, 1 + len(folders))
     lines = opening.damages(path, first) + lines
     for inner, step in zip(folders, others, strict=True):

@@ -177,6 +177,12 @@ class Job(abc.ABC):
     """
 
     store: Any = None
+    _path: str = ""  # where a store is made if there is none
+
+    def check_free(self) -> None:
+        """Raises if files of others would be in the way; nothing was written."""
+        if self._path:
+            opening.check_free(self._path)
 
     @abc.abstractmethod
     def open(self, copy: bool) -> None:
@@ -328,8 +334,16 @@ class GroupJob(Job):
         self._meta = {**about, "facts": facts, **extra.meta}
         self._folders = list(map(manifest.folder_name, names))
 
+    def check_free(self) -> None:
+        """Raises if files of others would be in the way, also of any part."""
+        opening.check_free(self._path, self._folders)
+        for part in self.parts.values():
+            part.check_free()
+
     def open(self, copy: bool) -> None:
         """See `Job.open`."""
+        # First of all parts, or the others would be left in a folder of somebody else.
+        self._group.all_gather_json(self.check_free)
 
         def work() -> None:
             if self._group.number == 0:

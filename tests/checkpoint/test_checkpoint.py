@@ -959,6 +959,16 @@ def test_older_generations_of_a_mix_stay_as_long_as_asked(tmp_path):
 
 
 @pytest.mark.faults
+def test_a_link_to_a_file_in_hdf5_stays_a_link(tmp_path):
+    buffer, state = filled()
+    link, path = tmp_path / "latest", tmp_path / "disk" / "file.h5"
+    jrb.save(path, buffer, buffer.empty(state), layout="h5")
+    link.symlink_to(path)
+    jrb.save(link, buffer, state, layout="h5")
+    assert link.is_symlink()
+    assert_same(jrb.load(path)[1], state)
+
+
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_a_disk_that_fails_under_hdf5_leaves_the_file_that_was_there(compression, tmp_path):
     buffer, state = filled(example={"x": jnp.zeros(5000)})

@@ -204,3 +204,17 @@ def test_parts_on_the_host_are_copied(tmp_path):
     np.testing.assert_array_equal(
         jrb.items(again["a"], back["a"])["action"], jrb.items(buffer, state)["action"]
     )
+
+
+def test_files_of_others_where_a_part_would_be_stay_alone(tmp_path):
+    parts = {"0": ONE, "1": {"deep": OTHER, "rows": ONE}}
+    states = {"0": ITS, "1": {"deep": OWN, "rows": ITS}}
+    for name in ["0/thesis.tex", "1/deep/.git/config", "1/%72ows/x.bin", "0"]:
+        path = tmp_path / name.replace("/", "-")
+        (path / name).parent.mkdir(parents=True)
+        (path / name).write_text("mine")
+        before = sorted(path.rglob("*"))
+        for verb in (jrb.save, checkpoint.save_async):
+            with pytest.raises(ValueError, match=str(path)):
+                verb(path, parts, states)
+            assert sorted(path.rglob("*")) == before
