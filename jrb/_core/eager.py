@@ -144,7 +144,8 @@ def write(
         after = _put(buffer, state, items, items, others, donate)
         if after is None:
             after = steps.write(buffer, state, items, *others)
-    debugging.tell("add", buffer, state, after, items=items)
+    if debugging.OBSERVERS:
+        debugging.tell("add", buffer, state, after, items=items)
     return after
 
 
@@ -315,7 +316,8 @@ def draw(
             raise refusal()
         check_state(buffer, state)
         drawn = steps.draw_inside(buffer, state, key, batch_size, beta)
-        debugging.tell("sample", buffer, state, drawn, key=key)
+        if debugging.OBSERVERS:
+            debugging.tell("sample", buffer, state, drawn, key=key)
         return drawn
     sampler, sample = drawn
     if inside < len(buffer.transforms):
@@ -323,7 +325,8 @@ def draw(
         data = transforming.outward(buffer.transforms[inside:], sample.data, batch, inside)
         sample = sample.replace(data=data)
     drawn = state.replace(sampler=sampler) if moves else state, sample
-    debugging.tell("sample", buffer, state, drawn, key=key)
+    if debugging.OBSERVERS:
+        debugging.tell("sample", buffer, state, drawn, key=key)
     return drawn
 
 
@@ -481,7 +484,8 @@ def update(
     donate: bool = False,
 ) -> Any:
     after = _moved(steps.update, donate, buffer, state, sample, priorities)
-    debugging.tell("update_priority", buffer, state, after, which=sample, priorities=priorities)
+    if debugging.OBSERVERS:
+        debugging.tell("update_priority", buffer, state, after, which=sample, priorities=priorities)
     return after
 
 
