@@ -191,3 +191,11 @@ def test_a_package_that_is_not_installed_is_named():
 
 def test_only_public_names_are_listed():
     assert set(dir(jrb)) == {*jrb.__all__, "__version__"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("writer", "ringwriter"), ("writer", "onebyone"), ("sampler", "onceinorder")]
+)
+def test_no_hint_names_a_base_that_cannot_be_made(kind, name):
+    with pytest.raises(TypeError, match=r"expected a part, got .* Make a "):
+        jrb.ReplayBuffer(8, **{kind: name})

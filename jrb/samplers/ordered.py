@@ -1,5 +1,6 @@
 """Samplers that draw each anchor once: first in first out, and last in first out."""
 
+import abc
 from typing import Any, ClassVar
 
 import jax
@@ -17,6 +18,27 @@ class OnceInOrder(OrderedSampler):
     """Draws each anchor once. Its state has `count`, int32 `[]`, the anchors not drawn yet."""
 
     consumes: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def take(
+        self, ring: Ring, state: PartState, anchors: Anchors, batch_size: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the ranks of the next B anchors, any beyond the last; and how many it took."""
+
+    def draw(
+        self,
+        ring: Ring,
+        state: PartState,
+        anchors: Anchors,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[Any, Draw]:
+        """Draws the next B anchors; what is missing is masked at the end."""
+        ranks, num_taken = self.take(ring, state, anchors, batch_size)
+        mask = jnp.arange(batch_size, dtype=jnp.int32) < state.count
+        after = state.replace(count=state.count - num_taken)
+        return after, anchors.uniform_draw(jnp.where(mask, ranks, 0), mask, key)
 
     def __post_init__(self) -> None:
         checks.flag("count_draws", self.count_draws)
@@ -72,21 +94,12 @@ class Queue(OnceInOrder):
         pending = state.count + change.entered_count - lost
         return state.replace(count=jnp.clip(pending, 0, anchors.count))
 
-    def draw(
-        self,
-        ring: Ring,
-        state: QueueState,
-        anchors: Anchors,
-        key: jax.Array,
-        batch_size: int,
-        beta: jax.Array | float | None = None,
-    ) -> tuple[QueueState, Draw]:
-        """Draws the B anchors at the head of the queue."""
-        offset = jnp.arange(batch_size, dtype=jnp.int32)
-        mask = offset < state.count
-        ranks = jnp.where(mask, anchors.count - state.count + offset, 0)
-        after = state.replace(count=state.count - jnp.minimum(state.count, batch_size))
-        return after, anchors.uniform_draw(ranks, mask, key)
+    def take(
+        self, ring: Ring, state: QueueState, anchors: Anchors, batch_size: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the B anchors at the head of the queue, which are its oldest."""
+        ranks = anchors.count - state.count + jnp.arange(batch_size, dtype=jnp.int32)
+        return ranks, jnp.minimum(state.count, batch_size)
 
     def num_pending(self, state: QueueState, anchors: Anchors) -> jax.Array:
         """Returns the length of the queue."""
@@ -199,22 +212,15 @@ class Lifo(OnceInOrder):
             numbers=gather.put(state.numbers, at, numbers), count=state.count + new
         )
 
-    def draw(
-        self,
-        ring: Ring,
-        state: LifoState,
-        anchors: Anchors,
-        key: jax.Array,
-        batch_size: int,
-        beta: jax.Array | float | None = None,
-    ) -> tuple[LifoState, Draw]:
-        """Draws the B anchors on top."""
-        offset = jnp.arange(batch_size, dtype=jnp.int32)
-        mask = offset < state.count
-        numbers = state.read(ring, jnp.where(mask, state.count - 1 - offset, 0))
-        ranks = jnp.where(mask, state.ranks(anchors.count, numbers), 0)
-        taken = jnp.minimum(state.count, batch_size) + dependencies.zero_depending_on(numbers)
-        return state.replace(count=state.count - taken), anchors.uniform_draw(ranks, mask, key)
+    def take(
+        self, ring: Ring, state: LifoState, anchors: Anchors, batch_size: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the B anchors on top."""
+        depth = jnp.arange(batch_size, dtype=jnp.int32)
+        numbers = state.read(ring, jnp.maximum(state.count - 1 - depth, 0))
+        # The next write is at `count`: it waits for this read.
+        num_taken = jnp.minimum(state.count, batch_size) + dependencies.zero_depending_on(numbers)
+        return state.ranks(anchors.count, numbers), num_taken
 
     def num_pending(self, state: LifoState, anchors: Anchors) -> jax.Array:
         """Returns the number of anchors from the oldest that was not drawn on."""

@@ -16,8 +16,48 @@ from jrb.types.messages import PartState
 _PARTS = 2**16 - 1  # the most parts of a whole that are multiplied in 32 bits
 
 
+class EvenSampler(ShardedSampler):
+    """Draws all anchors in `among` with the same probability: all weights are 1."""
+
+    replacement: bool = True
+
+    def among(self, anchors: Anchors) -> Anchors:
+        """Returns the anchors that are drawn, by default all."""
+        return anchors
+
+    def draw(
+        self,
+        ring: Ring,
+        state: PartState,
+        anchors: Anchors,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[Any, Draw]:
+        """Draws random ranks, or the first B of a random permutation of all ranks."""
+        anchors = self.among(anchors)
+        if self.replacement:
+            mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
+            ranks = random_bits.below(anchors.count, *random_bits.words(key, batch_size))
+        else:
+            # The permutation is computed for B ranks alone, so this costs O(B) too.
+            offset = jnp.arange(batch_size, dtype=jnp.int32)
+            mask = offset < anchors.count
+            offset = jnp.where(mask, offset, 0)
+            ranks = random_bits.permute(random_bits.seed(key), anchors.count, offset)
+        return state, anchors.uniform_draw(ranks, mask, key)
+
+    def stats(self, ring: Ring, state: PartState, anchors: Anchors) -> ShardStats:
+        """Returns the number of anchors that are drawn, as mass too."""
+        return ShardStats.uniform(self.among(anchors))
+
+    def exponent(self, beta: jax.Array | float | None) -> jax.Array:
+        """Returns 0, as all weights are 1."""
+        return jnp.zeros((), jnp.float32)
+
+
 @pytree.component
-class Uniform(ShardedSampler):
+class Uniform(EvenSampler):
     """Draws every anchor with the same probability.
 
     Attributes:
@@ -41,37 +81,9 @@ class Uniform(ShardedSampler):
         checks.flag("replacement", self.replacement)
         checks.flag("count_draws", self.count_draws)
 
-    def draw(
-        self,
-        ring: Ring,
-        state: PartState,
-        anchors: Anchors,
-        key: jax.Array,
-        batch_size: int,
-        beta: jax.Array | float | None = None,
-    ) -> tuple[Any, Draw]:
-        """Draws random ranks, or the first B of a random permutation of all ranks."""
-        if self.replacement:
-            mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
-            ranks = random_bits.below(anchors.count, *random_bits.words(key, batch_size))
-        else:
-            offset = jnp.arange(batch_size, dtype=jnp.int32)
-            mask = offset < anchors.count
-            offset = jnp.where(mask, offset, 0)
-            ranks = random_bits.permute(random_bits.seed(key), anchors.count, offset)
-        return state, anchors.uniform_draw(ranks, mask, key)
-
-    def stats(self, ring: Ring, state: PartState, anchors: Anchors) -> ShardStats:
-        """Returns the number of anchors, as mass too."""
-        return ShardStats.uniform(anchors)
-
-    def exponent(self, beta: jax.Array | float | None) -> jax.Array:
-        """Returns 0, as all weights are 1."""
-        return jnp.zeros((), jnp.float32)
-
 
 @pytree.component
-class Newest(ShardedSampler, OrderedSampler):
+class Newest(EvenSampler, OrderedSampler):
     """Draws uniformly, with replacement, among the newest anchors: a share, or a number of them.
 
     Of n anchors these are the last ceil(fraction * n), or the last min(count, n). For emphasis on
@@ -112,22 +124,8 @@ class Newest(ShardedSampler, OrderedSampler):
                     "Say how many by count=."
                 )
 
-    def draw(
-        self,
-        ring: Ring,
-        state: PartState,
-        anchors: Anchors,
-        key: jax.Array,
-        batch_size: int,
-        beta: jax.Array | float | None = None,
-    ) -> tuple[Any, Draw]:
-        """Draws random ranks among the newest anchors."""
-        newest = self._newest(anchors)
-        ranks = random_bits.below(newest.count, *random_bits.words(key, batch_size))
-        mask = jnp.broadcast_to(newest.count > 0, (batch_size,))
-        return state, newest.uniform_draw(ranks, mask, key)
-
-    def _newest(self, anchors: Anchors) -> Anchors:
+    def among(self, anchors: Anchors) -> Anchors:
+        """Returns the newest anchors."""
         if self.count is not None:
             count = jnp.minimum(anchors.count, self.count)
         else:
@@ -150,11 +148,3 @@ class Newest(ShardedSampler, OrderedSampler):
                 f"{self.count}."
             )
         return dataclasses.replace(self, count=self.count // num_shards)
-
-    def stats(self, ring: Ring, state: PartState, anchors: Anchors) -> ShardStats:
-        """Returns the number of the newest anchors, as mass too."""
-        return ShardStats.uniform(self._newest(anchors))
-
-    def exponent(self, beta: jax.Array | float | None) -> jax.Array:
-        """Returns 0, as all weights are 1."""
-        return jnp.zeros((), jnp.float32)

@@ -1,9 +1,9 @@
 """The base of each kind of part, and checks against it."""
 
 import difflib
-import inspect
 from typing import Any
 
+from jrb._util import pytree
 from jrb.types.sampler import PrioritizedSampler, Sampler
 from jrb.types.storage import Storage
 from jrb.types.unit import Unit
@@ -20,7 +20,7 @@ def check_part(name: str, value: object) -> None:
         while classes:  # all parts of jrb of this kind
             cls = classes.pop()
             classes += cls.__subclasses__()
-            is_part = not inspect.isabstract(cls) and cls.__module__.startswith("jrb.")
+            is_part = pytree.is_component(cls) and cls.__module__.startswith("jrb.")
             names += [cls.__name__] * (is_part and cls.__name__[0] != "_")
         close = difflib.get_close_matches(kind.lower(), [it.lower() for it in names], 1)
         meant = [f"jrb.{it}" for it in names if close == [it.lower()]]

@@ -137,6 +137,7 @@ def after_write(
         return held.before(ring, slots) - (lookback(slots) if lookback else 0) < expired
 
     most, counts = min(write.length, ring.rows) * width, queue.count
+    room = ring.capacity if is_one else ring.rows
     if not write.bounded:
         # Any number of rows may leave: first all anchors before the first one that stays.
         def pass_over(queue: AnchorQueue, size: int) -> AnchorQueue:
@@ -146,13 +147,11 @@ def after_write(
             stays = (offset >= queue.count) | ~leaves(slots)
             return queue.without_first(ring, jnp.min(jnp.where(stays, offset, size), axis=0))
 
-        room = ring.capacity if is_one else ring.rows
         queue = in_passes(pass_over, queue, jnp.max(expired) * width, most, most, room)
     passed_over = counts - queue.count
-    # In one stream of several environments, anchors that waited for later rows stand behind younger
-    # ones of other environments; in all other cases only a prefix of the queue leaves.
-    is_prefix = slack == 0 or width == 1
-    first = min(most + slack * width, ring.capacity if is_one else ring.rows)
+    # Of a bounded write, as many anchors may leave as slots are written, and with `slack` as many
+    # more as may stand before an older one.
+    first = min(most + slack * width, room)
     offset = first_places(first) if is_one else first_places(first)[:, None]
     at, slots = queue.read(ring, offset)
     exists = offset < queue.count
@@ -167,12 +166,14 @@ def after_write(
         return behind if write.bounded else behind + jnp.sum(of_prefix, dtype=jnp.int32)
 
     reordered = jnp.bool_(False)
-    if not is_prefix:  # those that stay move up to the end of this part of the queue
+    # In one stream of several environments, anchors that waited for later rows stand behind younger
+    # ones of other environments; in all other cases only a prefix of the queue leaves.
+    if slack and width > 1:
         reordered = jnp.any(leaving & (offset >= count))
+        # Those that stay move up to the end of this part: each by the number behind it that leave.
         behind = count - jnp.cumsum(leaving, dtype=jnp.int32)
         to = jnp.where(exists & ~leaving, ring.slot_after(at, behind), ring.capacity)
         queue = queue.replace(slots=queue.slots.at[to].set(slots, mode="drop"))
-    queue = queue.without_first(ring, count)
     entered_count = jnp.sum(entered < ring.capacity, dtype=jnp.int32)
     departed_count = jnp.sum(passed_over + count, dtype=jnp.int32)
     update = AnchorUpdate(
@@ -183,17 +184,23 @@ def after_write(
         reordered=reordered if is_one else entered_count + departed_count > 0,
         **departures(context, write),
     )
-    if not is_one:
+    return _appended(context, queue.without_first(ring, count), write, entered), update
+
+
+def _appended(
+    context: Context, queue: AnchorQueue, write: WritePlan, entered: jax.Array
+) -> AnchorQueue:
+    """Puts the anchors that enter behind the end of each stream."""
+    ring = context.ring
+    if queue.head.ndim:
         by_env = entered.reshape(write.length, ring.envs, -1)
         entered = jnp.moveaxis(by_env, 1, 2).reshape(-1, ring.envs)
-    # The new ones, behind the end of each stream.
     entered = entered.reshape(entered.shape[0], -1)  # a column, in one shape for all kernels
     joins = entered < ring.capacity
     offset = queue.count + jnp.cumsum(joins, axis=0, dtype=jnp.int32) - 1
     at = jnp.where(joins, queue.positions(ring, offset), ring.capacity)
     added = jnp.sum(joins, axis=0, dtype=jnp.int32).reshape(queue.count.shape)
-    queue = queue.replace(slots=gather.put(queue.slots, at, entered), count=queue.count + added)
-    return queue, update
+    return queue.replace(slots=gather.put(queue.slots, at, entered), count=queue.count + added)
 
 
 def in_passes(
