@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers 
     from jrb._core.debugging import DebugWarning as DebugWarning
     from jrb._core.debugging import debug as debug
     from jrb._core.validate import CopyWarning as CopyWarning
+    from jrb._core.validate import DonatedError as DonatedError
     from jrb._core.validate import PriorityWarning as PriorityWarning
     from jrb._store.errors import LostWarning as LostWarning
     from jrb._store.errors import StaleError as StaleError
@@ -77,7 +78,7 @@ __version__ = "0.1.0"
 # JAX takes its time. Modules of jrb may import public names from here for the same reason.
 _HOMES = {
     "_core.debugging": "DebugWarning debug",
-    "_core.validate": "CopyWarning PriorityWarning",
+    "_core.validate": "CopyWarning DonatedError PriorityWarning",
     "_store.errors": "LostWarning StaleError",
     "buffer": "ReplayBuffer from_items",
     "checkpoint": "checkpoint",

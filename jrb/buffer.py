@@ -384,6 +384,7 @@ class ReplayBuffer:
             warn_of_refused(self, "update_priority", priorities, mask, depth=4)
         return eager.update(self, state, which, checks.priorities(priorities, shapes), donate)
 
+    @explained
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
         """Sets the exponent alpha of a prioritized sampler.
 

@@ -374,6 +374,33 @@ def test_states_that_were_donated_are_told_of(parts):
     assert int(verbs.size(new)) == 5
 
 
+def test_every_method_tells_of_a_state_that_was_donated():
+    buffer = jrb.ReplayBuffer(8, batch_size=2, sampler=jrb.Prioritized())
+    verbs = jrb.jitted(buffer)
+    old = verbs.extend(verbs.init(EXAMPLE), row(1, 4))
+    sample, slots, ones = verbs.sample(old, KEY), jnp.arange(2), jnp.ones(2)
+    verbs.add(old, row(2))
+    reads = {"take": (slots,), "size": (), "can_sample": (), "in_order": (), "newest": (1,)}
+    reads |= {"priorities": (), "sample": (KEY,), "draw": (KEY,)}
+    writes = {"add": (row(3),), "extend": (row(3, 2),), "update_priority": (sample, ones)}
+    keep = lambda items: {"action": items["action"]}
+    writes |= {"set": (slots, keep(row(1, 2))), "map": (keep,)}
+    writes |= {"drop": (slots,), "truncate": (), "empty": (), "set_alpha": (0.5,)}
+    for of in (verbs, buffer):
+        for name, arguments in (reads | writes).items():
+            with pytest.raises(jrb.DonatedError, match="that were donated"):
+                getattr(of, name)(old, *arguments)
+
+
+@pytest.mark.parametrize("leaf", [np.datetime64("2020"), np.str_("a"), np.array(["a"]), b"a"])
+@pytest.mark.parametrize("cast", [False, True])
+def test_what_is_no_number_is_named_with_its_leaf(leaf, cast):
+    buffer = jrb.ReplayBuffer(8, cast=cast)
+    verbs = jrb.jitted(buffer)
+    with pytest.raises(TypeError, match=r"add: leaf 'x': expected (numbers|an array), got"):
+        verbs.add(verbs.init({"x": jnp.float32(0)}), {"x": leaf})
+
+
 def test_a_program_may_have_no_devices_on_the_host(monkeypatch):
     def count(backend=None):
         if backend == "cpu":

@@ -17,6 +17,9 @@ from jrb._util.pytree import DType, Leaf, PyTree
 
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of keys
 _SCALARS = (np.number, np.bool_)
+_NO_NUMBERS = frozenset("OSUMmVc")  # letters of NumPy's other dtypes, such as texts and times
+_TAKEN = frozenset(map(np.dtype, ("?", *"bBhHiIefF", jnp.bfloat16)))  # by JAX, as they are
+_LOOKED_AT = pytree.WIDE | _NO_NUMBERS
 _NUMBER = bool | int | float | complex
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
@@ -68,7 +71,7 @@ def kept(items: PyTree, what: str) -> Any:
     def convert(path: Any, leaf: Leaf) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-        if is_kept(leaf):
+        if is_kept(leaf) or leaf.dtype.char in _NO_NUMBERS:
             return leaf
         return _cast(path, leaf, jax.dtypes.canonicalize_dtype(leaf.dtype), what)
 
@@ -76,9 +79,11 @@ def kept(items: PyTree, what: str) -> Any:
 
 
 def is_kept(leaf: Leaf) -> bool:
-    """Returns if JAX leaves the dtype of a leaf as it is; quick, as it is asked at every call."""
-    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.char not in pytree.WIDE:
+    """Returns if JAX takes a leaf, and its dtype as it is; quick, as it is asked at every call."""
+    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.char not in _LOOKED_AT:
         return True
+    if leaf.dtype.char in _NO_NUMBERS:
+        return False
     return jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
 
 
@@ -93,7 +98,7 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
     for leaf in leaves:  # in one pass: between two compiled calls, each look at a leaf costs 1 us
         is_scalar = isinstance(leaf, _SCALARS)
         if is_scalar or type(leaf) is np.ndarray:
-            if not leaf.dtype.isnative or leaf.dtype.char in pytree.WIDE:
+            if leaf.dtype not in _TAKEN:
                 break
             copies.append(leaf if is_scalar else leaf.copy())
         elif isinstance(leaf, jax.Array):
@@ -104,9 +109,8 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
         return structure.unflatten(copies)
     items = arrays(items, what)
     if not all(map(is_kept, jax.tree.leaves(items))):
-        if not cast:
-            pytree.spec_of(items, what)  # raises
-        items = kept(items, what)
+        items = kept(items, what) if cast else items
+        pytree.spec_of(items, what)  # raises where `jit` would, or would change a dtype
     return copy_arrays(items)
 
 
