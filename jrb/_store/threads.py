@@ -111,20 +111,13 @@ def share(
     do_others = functools.partial(_drain, iter(others), threading.Lock(), errors)
 
     def run() -> None:
-        threads: list[threading.Thread] = []
         if WORKERS == 1:
             do_others()
+            do_tasks()
         else:
-            targets = [do_tasks] * (most * WORKERS - 1) + [do_others] * bool(others)
-            threads = [threading.Thread(target=target) for target in targets]
-        with contextlib.suppress(RuntimeError):  # no more threads: this one does all that remains
-            for thread in threads:
-                thread.start()
-        do_tasks()
-        for thread in threads:
-            if thread.ident is not None:  # it was started
-                thread.join()
-        do_others()
+            more = [do_tasks] * (most * WORKERS - 1) + [do_others] * bool(others)
+            _run_with_threads(do_tasks, more)
+            do_others()  # if there was no thread for them
 
     if threading.get_ident() != threading.main_thread().ident:
         run()  # no interrupt comes outside the main thread
@@ -141,6 +134,18 @@ def share(
             raise worker.error
     if errors:
         raise errors[0]
+
+
+def _run_with_threads(work: Callable[[], None], more: list[Callable[[], None]]) -> None:
+    """Calls one function in this thread, and others in threads of their own, if there are any."""
+    threads = [threading.Thread(target=target) for target in more]
+    with contextlib.suppress(RuntimeError):  # no more threads: this one does all that remains
+        for thread in threads:
+            thread.start()
+    work()
+    for thread in threads:
+        if thread.ident is not None:  # it was started
+            thread.join()
 
 
 def _drain(
