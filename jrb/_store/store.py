@@ -95,11 +95,13 @@ class Store:
 
     def _overwritten(self) -> np.ndarray:
         """Returns the slots whose rows this store has promised, but that were overwritten."""
-        if self.table.newest() <= self.version:  # as mostly
+        # Numbers are written ahead of rows, to free places: a look at those that slots have shows
+        # in 1 ms of a million rows that none was overwritten; to look for these slots takes 15.
+        is_newer = self.table.is_after(self.version)
+        if not (is_newer & named_by(self._places.runs, self.table.room)).any():
             return np.zeros(0, np.int64)
         places = self._places.used
-        numbers = self.table.numbers(np.maximum(places, 0))
-        return np.flatnonzero((places >= 0) & (numbers > self.version))
+        return np.flatnonzero((places >= 0) & is_newer.take(places, mode="clip"))
 
     @property
     def reach(self) -> int:
@@ -172,23 +174,25 @@ class Store:
             # are copied once more.
             in_order = is_named.all() and bool((np.diff(slots) == 1).all())
             for number, target in targets.items():
+                at = slice(slots[0], slots[0] + len(slots)) if in_order else slots
                 is_direct = in_order and target.flags.c_contiguous
                 shape = len(is_named), target.shape[1]
-                rows = target[slots[0] :][: len(slots)] if is_direct else np.empty(shape, np.uint8)
+                rows = target[at] if is_direct else np.empty(shape, np.uint8)
                 self.table.read(number, blocks.start * size, rows)
                 for start, block in zip(range(0, len(rows), size), blocks, strict=True):
                     part = slice(start, start + size)
                     checksum = checksum_of(rows[part], is_named[part])
                     self.table.check(number, block, self.sums.columns[number][block], checksum)
                 if not is_direct:
-                    target[slots] = rows[is_named]
+                    target[at] = rows if in_order else rows[is_named]
 
         try:
             share(read, self.sums.runs(list(targets)))
         except DamagedError:
             self._check_unchanged(self.version, self._places.used)
             raise
-        blank = np.flatnonzero(self._places.used < 0)
+        is_full = self._places.runs[:, 2].sum() == self.reach
+        blank = [] if is_full else np.flatnonzero(self._places.used < 0)
         for target in targets.values():
             target[blank] = 0
             target[self.reach :] = 0

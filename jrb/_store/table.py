@@ -220,6 +220,10 @@ class RowTable:
         """Returns the largest number of all."""
         return int(self._words.max(initial=0)) >> 16
 
+    def is_after(self, number: int) -> np.ndarray:
+        """Returns which places have a larger number, bool `[P]`."""
+        return self._words >= np.uint64(number + 1 << 16)
+
     def number(self, places: np.ndarray, numbers: np.ndarray, lasting: bool) -> None:
         """Sets the numbers of the rows that will be written at places; on the disk if `lasting`."""
         numbers = numbers.astype(np.uint64)
