@@ -193,7 +193,8 @@ def at(folder: Folder, number: int) -> Generation:
         return Generation(folder, number)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{folder.path}: expected generation {number}, found {generation.numbers(folder)}. "
+            f"{folder.path}: expected generation {number}, found "
+            f"{list(filter(None, generation.numbers(folder)))}. "
             "Save with keep=n to keep n older ones."
         ) from None
 

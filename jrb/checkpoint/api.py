@@ -552,6 +552,8 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
     Raises:
         FileNotFoundError: there is no checkpoint, or no such generation.
     """
+    if generation is not None:
+        checks.count("generation", generation)
     return manifest.metadata(_settled(path), generation)
 
 

@@ -352,8 +352,12 @@ def test_generations(tmp_path):
     assert int(buffer.size(jrb.load(tmp_path)[1])) == 0
     assert int(buffer.size(jrb.load(tmp_path, generation=3)[1])) == 24
     assert sizes == 0
-    with pytest.raises(FileNotFoundError, match="expected generation 1"):
+    with pytest.raises(FileNotFoundError, match=r"expected generation 1, found \[2, 3, 4\]"):
         jrb.load(tmp_path, generation=1)
+    for number in (0, -1, True, "2", 2.0):
+        for verb in (jrb.load, checkpoint.metadata):
+            with pytest.raises((TypeError, ValueError), match="generation: expected"):
+                verb(tmp_path, generation=number)
 
 
 def written(work):
