@@ -61,6 +61,7 @@ def check(buffer: Several, verb: str) -> None:
         if not isinstance(name, str):
             raise TypeError(f"{verb}: expected names of buffers, got the key {name!r}.")
         check(part, verb)
+    # Some file systems take names for equal that differ only in capital letters.
     folders = {name: manifest.folder_name(name) for name in each(buffer)}
     lower = [folder.lower() for folder in folders.values()]
     for name, folder in folders.items():
@@ -130,6 +131,7 @@ def encode(value: Any) -> Json:
     if type(value) is tuple:
         return {"tuple": [encode(entry) for entry in value]}
     name = name_of(type(value))
+    # A class that was defined inside a function is not found by its name, and so only named.
     if pytree.is_component(type(value)) and find_class(name) is type(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {"part": name, "fields": {key: encode(entry) for key, entry in fields.items()}}

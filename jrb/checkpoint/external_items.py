@@ -219,6 +219,7 @@ def encoded(saved: Snapshot, encode: Hook) -> EncodedRows:
     if not callable(encode):
         raise TypeError(f"encode: expected a function, got {encode!r}.")
     items, capacity = Items(saved), saved.plain.capacity
+    # What it makes of an item of zeros tells shapes and dtypes of all that it gives.
     one = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), items.spec)
     output = jax.tree.map(np.asarray, encode(one))
     if not jax.tree.leaves(output):
@@ -299,17 +300,19 @@ def decoded(
     with descriptions.read_from(path):
         structure = descriptions.decode_structure(form["structure"])
         columns, specs = _columns(structure, store.slots), jax.tree.leaves(structure)
-    item_spec = host_spec(spec)
-    if [column.leaves for column in columns] != [column.leaves for column in generation.columns]:
-        raise DamagedError(f"{path}: expected encoded items like {structure}, found other columns.")
+    item_spec, widths = host_spec(spec), [column.width for column in columns]
     # The encoded item of zeros is stored as one row of all columns.
-    edges = np.cumsum([column.width for column in columns])[:-1]
-    blank = np.split(generation.array(_BLANK, np.uint8)[None], edges, axis=1)
+    row = generation.array(_BLANK, np.uint8)
+    are_like = [one.leaves for one in columns] == [one.leaves for one in generation.columns]
+    if not are_like or len(row) != sum(widths):
+        raise DamagedError(f"{path}: expected encoded items like {structure}, found other columns.")
+    blank = np.split(row[None], np.cumsum(widths)[:-1], axis=1)
 
     def back(leaves: list[np.ndarray], count: int) -> list[np.ndarray]:
         rows = jax.tree.unflatten(jax.tree.structure(structure), viewed(leaves, specs))
         return _checked(decode(rows), item_spec, count, "decode")
 
+    # Slots that were never written are blank on the disk, and hold what `decode` makes of that.
     zero = back(blank, 1)
     is_zero = all(map(table.is_zero, _bytes(zero)))
     width = max(pytree.nbytes(item_spec), pytree.nbytes(structure))
@@ -335,6 +338,7 @@ def restored(
         view = buffer.storage.view(eager.init(buffer, spec, None).storage)
         host_rows, version = view.rows, view.version
         for slots, leaves in pieces:
+            # Rows that are not written read as zeros, and take no disk.
             if not all(map(table.is_zero, _bytes(leaves))):
                 raws = zip(leaves, host_rows.raw, strict=True)
                 words = [leaf.view(raw.dtype) for leaf, raw in raws]
@@ -388,6 +392,7 @@ def _put(
 ) -> Any:
     """Puts items into the storage of one buffer, or of one of those under `vmap`."""
     if index:
+        # One buffer is taken out and put back: no storage has to write under `vmap`.
         part, writer = jax.tree.map(lambda leaf: leaf[index], (storage, writer))
         part = _put(buffer, part, writer, (), slots, values)
         return jax.tree.map(lambda whole, leaf: whole.at[index].set(leaf), storage, part)

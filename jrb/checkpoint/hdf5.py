@@ -130,6 +130,7 @@ def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
     buffer, spec = saved.buffer, saved.spec
     occupancy = buffer.writer.held(buffer.ring, saved.state.writer)
     slots = np.asarray(occupancy.nth(buffer.ring, jnp.arange(int(occupancy.size), dtype=jnp.int32)))
+    # Items of a writer without order of time are no rows of environments, but one stream.
     slots = slots.reshape(-1, buffer.ring.envs if buffer.writer.is_chronological else 1)
     raws = [casting.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
     arrays = [np.empty((*slots.shape, *leaf.shape), leaf.dtype) for leaf in raws]
@@ -178,7 +179,7 @@ def _put(group: h5py.Group, name: str, leaf: Any, dtype: Any, options: dict[str,
     array = np.ascontiguousarray(leaf).reshape(leaf.shape)
     if array.dtype.kind not in "biufc" or array.dtype.isbuiltin == 2:
         array = array.view(f"u{array.itemsize}")
-    options = options if array.size and array.shape else {}
+    options = options if array.size and array.shape else {}  # HDF5 refuses filters for others
     dataset = group.create_dataset(name, data=array, **options)
     dataset.attrs["dtype"] = descriptions.dtype_name(dtype)
 
@@ -362,6 +363,7 @@ def _check_seal(path: str, progress: Progress = no_progress) -> None:
     try:
         whole = os.fstat(descriptor).st_size
         tail = os.pread(descriptor, _SEAL.size, max(0, whole - _SEAL.size))
+        # Without a seal it may be ours all the same, cut short, or a file of another program.
         if _MARK not in tail:
             is_hdf5 = _SIGNATURE.startswith(os.pread(descriptor, len(_SIGNATURE), 0))
             try:

@@ -132,9 +132,10 @@ def generations(saved: Generation) -> dict[str, int]:
 
 
 def _parts(saved: Generation) -> dict[str, Any]:
-    """Returns number and identity of the generation of each part; no identity in old files."""
+    """Returns number and identity of the generation of each part."""
     meta = meta_of(saved)
     entries = meta["parts"] if meta.get("kind") in (MIX, SEVERAL, SHARDED) else {}
+    # Before parts had identities, an entry was the number alone.
     return {name: it if isinstance(it, list) else (it, None) for name, it in entries.items()}
 
 

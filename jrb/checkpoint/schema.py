@@ -364,6 +364,7 @@ def facts_of_any() -> dict[str, Any]:
 
 def text_of(buffer: Any) -> str:
     """Returns a description as it is written, functions by their names."""
+    # The addresses that Python shows of functions are others in each program.
     return re.sub(r"<(?:function|bound method) (\S+).*?>", r"\1", display.laid_out(buffer))
 
 
@@ -413,9 +414,10 @@ class StateRows:
             return source[buffer, slot]
         read, length = memory.reader(source), source.size * source.dtype.itemsize // self.buffers
         place = buffer * (length // max(width, 1)) + slot
+        # Rows that follow each other on the device come in one transfer.
         ascending = np.argsort(place, kind="stable")
         rows = np.empty((len(slot), width), np.uint8)
-        for a, b in table.runs(place[ascending]):  # each run is one transfer
+        for a, b in table.runs(place[ascending]):
             first, last = int(place[ascending[a]]), int(place[ascending[b - 1]])
             piece = np.frombuffer(read(first * width, (last + 1) * width), np.uint8)
             rows[ascending[a:b]] = piece.reshape(-1, width)
@@ -517,6 +519,7 @@ def fitting(
     """Returns the description and the specs of the items that a file has, or the given ones."""
     buffer, node = descriptions.matched(path, meta["buffer"], given, ReplayBuffer), meta["items"]
     with descriptions.read_from(path):
+        # Of a structure that no file can hold, the leaves were written: the example has the rest.
         is_unknown = "unknown" in node
         parts = node["leaves"] if is_unknown else [node]
         specs = [descriptions.decode_structure(part) for part in parts]
