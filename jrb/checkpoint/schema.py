@@ -325,7 +325,7 @@ def batched(tree: Item, batch: tuple[int, ...]) -> Any:
 def about(kind: str, saved: Snapshot) -> dict[str, Any]:
     """Returns what a checkpoint says of a state, for JSON."""
     buffer, state = saved.buffer, saved.state
-    count = lambda writer: buffer.writer.held(state.ring, writer).size
+    count = lambda writer: buffer.writer.held(buffer.ring, writer).size
     for _ in saved.batch:
         count = jax.vmap(count)
     leaves = jax.tree_util.tree_leaves_with_path(state.writer)
