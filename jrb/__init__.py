@@ -1,7 +1,8 @@
 """jrb: the replay buffer for JAX."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jrb._util.public import lazy
 
 if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers export them
     from jrb import checkpoint as checkpoint
@@ -110,22 +111,10 @@ _HOMES = {
     "units": "FrameStack Hindsight NStep Sequence Transition",
     "writers": "BlockWhenFull MaxValue PerEnvironment ReadOnly Reservoir RoundRobin",
 }
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+_HOME_OF = {name: f"jrb.{home}" for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]: not a literal
-
+__all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]: not a literal
+__dir__ = lambda: [*__all__, "__version__"]
 
 if not TYPE_CHECKING:  # or every misspelt name would have a type
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            hint = importlib.import_module(f"{__name__}._util.wording").hint(name, __all__)
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
-        home = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
-        value = home if name == _MODULE_OF[name] else getattr(home, name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    __getattr__ = lazy(__name__, _HOME_OF)

@@ -62,3 +62,4 @@ __all__ = [
     "table_text",
     "tree_nbytes",
 ]
+__dir__ = lambda: __all__

@@ -8,6 +8,9 @@ import numpy as np
 
 from jrb._util import checks, pytree
 
+__all__ = ["Counters", "SampleToInsert"]
+__dir__ = lambda: __all__
+
 
 class Counters(pytree.State):
     """The counters of a limit.

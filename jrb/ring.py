@@ -16,6 +16,9 @@ from jax import lax
 
 from jrb._util import display, pytree
 
+__all__ = ["Clock", "Occupancy", "Ring", "first_places", "locate"]
+__dir__ = lambda: __all__
+
 _FEW = 4096
 """Constants of so many elements are NumPy arrays: XLA folds what is computed of them."""
 

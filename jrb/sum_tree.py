@@ -36,6 +36,34 @@ from jrb._util.pytree import PyTree
 from jrb._xla import dependencies, gather, random_bits
 from jrb._xla.compiling import entry
 
+__all__ = [
+    "LARGEST",
+    "SMALLEST",
+    "Tree",
+    "bounded",
+    "cleared",
+    "draw",
+    "find",
+    "get",
+    "init",
+    "is_positive",
+    "is_tree",
+    "leaf_values",
+    "leaves",
+    "lowest",
+    "neutral",
+    "over",
+    "reduce_rows",
+    "root",
+    "sample",
+    "set_all",
+    "set_leaves",
+    "set_run",
+    "total",
+    "update",
+]
+__dir__ = lambda: __all__
+
 SMALLEST = float(np.finfo(np.float32).tiny)
 """2^-126, the least number that arithmetic keeps."""
 LARGEST = float(np.finfo(np.float32).max)

@@ -34,6 +34,9 @@ from jrb.doctor import doctor as doctor
 from jrb.state import BufferState, Sample
 from jrb.types import HostStorage, Item, MissingMethodError, PrioritizedSampler, ShardedSampler
 
+__all__ = ["conform", "consumed", "growth", "rows"]
+__dir__ = lambda: __all__
+
 Make = Callable[[int], ReplayBuffer]
 Step = Callable[[ReplayBuffer, BufferState, jax.Array, jax.Array], tuple[BufferState, jax.Array]]
 

@@ -189,10 +189,6 @@ def test_a_package_that_is_not_installed_is_named():
     assert "pip install 'jrb[orbax]'" in ran.stdout
 
 
-def test_only_public_names_are_listed():
-    assert set(dir(jrb)) == {*jrb.__all__, "__version__"}
-
-
 @pytest.mark.parametrize(
     ("kind", "name"), [("writer", "ringwriter"), ("writer", "onebyone"), ("sampler", "onceinorder")]
 )

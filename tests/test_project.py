@@ -3,6 +3,7 @@
 import ast
 import collections
 import functools
+import importlib
 import inspect
 import pathlib
 import subprocess
@@ -29,7 +30,11 @@ ROOMS = [
 ]
 """The files and folders of the package, from those that import nothing else of it upwards."""
 
-LINES, FILES, CHAIN, HELPERS = 41_200, 188, 9, 62
+PUBLIC = ["jrb", *(f"jrb.{name}" for name in jrb.__all__ if inspect.ismodule(getattr(jrb, name)))]
+PUBLIC += [f"jrb.{name}" for name in ("authoring", "compat.flashbax", "keys", "sharding")]
+PUBLIC += [f"jrb.{name}" for name in ("samplers", "storages", "units", "writers")]
+
+LINES, FILES, CHAIN, HELPERS = 41_200, 189, 9, 62
 """Limits of the package's size, 1 % above what it was when they were set."""
 
 
@@ -142,6 +147,13 @@ def test_the_package_does_not_grow():
 def test_all_public_names_exist_and_are_documented():
     for name in jrb.__all__:
         assert getattr(jrb, name).__doc__ or name == "TED"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_modules_list_public_names_only(name):
+    module = importlib.import_module(name)
+    assert set(dir(module)) == {*module.__all__} | ({"__version__"} if name == "jrb" else set())
+    assert all(hasattr(module, each) for each in dir(module))
 
 
 def test_no_function_has_the_name_of_a_module():

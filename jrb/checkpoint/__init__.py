@@ -1,7 +1,8 @@
 """Checkpoints: a buffer and its state on a disk, exact, and whole after any crash."""
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from jrb._util.public import lazy
 
 if TYPE_CHECKING:
     import jrb
@@ -40,31 +41,18 @@ __all__ = [
     "verify",
     "write_torchrl",
 ]
-
-_MODULES = {
-    "DamagedError": "jrb._store.errors",
-    "Dump": "jrb.interop.dump",
-    "LockedError": "jrb._store.errors",
-    "read_flashbax": "jrb.interop.flashbax",
-    "read_torchrl": "jrb.interop.torchrl",
-    "read_vault": "jrb.interop.flashbax",
-    "write_torchrl": "jrb.interop.torchrl",
-}
-"""The modules of names that are not in `jrb.checkpoint.api`. All are imported when they are first
-asked for: the command looks into checkpoints without JAX."""
-
+__dir__ = lambda: __all__
 
 if not TYPE_CHECKING:  # or every misspelt name would have a type
-
-    def __getattr__(name: str) -> Any:
-        if name == "orbax":  # which needs an extra
-            return importlib.import_module(f"{__name__}.orbax")
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = importlib.import_module(_MODULES.get(name, f"{__name__}.api"))
-        globals()[name] = getattr(module, name)
-        return globals()[name]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    # The command looks into checkpoints without JAX, and Orbax is an extra.
+    _HOMES = dict.fromkeys(__all__, "jrb.checkpoint.api") | {
+        "DamagedError": "jrb._store.errors",
+        "Dump": "jrb.interop.dump",
+        "LockedError": "jrb._store.errors",
+        "orbax": "jrb.checkpoint.orbax",
+        "read_flashbax": "jrb.interop.flashbax",
+        "read_torchrl": "jrb.interop.torchrl",
+        "read_vault": "jrb.interop.flashbax",
+        "write_torchrl": "jrb.interop.torchrl",
+    }
+    __getattr__ = lazy(__name__, _HOMES)

@@ -22,6 +22,32 @@ import jax.numpy as jnp
 
 import jrb
 
+__all__ = [
+    "ExperiencePair",
+    "Mixer",
+    "PrioritisedTrajectoryBuffer",
+    "PrioritisedTrajectoryBufferSample",
+    "PrioritisedTrajectoryBufferState",
+    "PrioritisedTransitionSample",
+    "SumTreeState",
+    "TrajectoryBuffer",
+    "TrajectoryBufferSample",
+    "TrajectoryBufferState",
+    "TrajectoryQueue",
+    "TrajectoryQueueState",
+    "TransitionSample",
+    "install",
+    "make_flat_buffer",
+    "make_item_buffer",
+    "make_mixer",
+    "make_prioritised_flat_buffer",
+    "make_prioritised_item_buffer",
+    "make_prioritised_trajectory_buffer",
+    "make_trajectory_buffer",
+    "make_trajectory_queue",
+]
+__dir__ = lambda: __all__
+
 State = TypeVar("State", bound="TrajectoryBufferState")
 Experience = TypeVar("Experience")
 Maker = Callable[..., "PrioritisedTrajectoryBuffer"]

@@ -28,3 +28,4 @@ __all__ = [
     "write_minari",
     "write_rlds",
 ]
+__dir__ = lambda: __all__

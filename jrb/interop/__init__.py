@@ -5,3 +5,4 @@ from jrb.interop.flashbax import read_flashbax, read_vault
 from jrb.interop.torchrl import read_torchrl, write_torchrl
 
 __all__ = ["Dump", "read_flashbax", "read_torchrl", "read_vault", "write_torchrl"]
+__dir__ = lambda: __all__

@@ -18,3 +18,4 @@ __all__ = [
     "ted_to_flat",
     "ted_to_nested",
 ]
+__dir__ = lambda: __all__

@@ -6,8 +6,9 @@ Nothing is shown or kept by pyplot. What does not apply is left out: a buffer wi
 no panel for them.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jrb._util.public import lazy
 
 if TYPE_CHECKING:
     from jrb.plot.of_draws import draws
@@ -16,14 +17,7 @@ if TYPE_CHECKING:
     from jrb.plot.of_state import state
 
 __all__ = ["draws", "episode", "sample", "state"]
+__dir__ = lambda: __all__
 
-
-def __getattr__(name: str) -> Any:
-    """A function, from its module: matplotlib is imported when one is asked for."""
-    if name in __all__:
-        return getattr(importlib.import_module(f"{__name__}.of_{name}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:  # matplotlib is imported when a function is asked for
+    __getattr__ = lazy(__name__, {name: f"{__name__}.of_{name}" for name in __all__})

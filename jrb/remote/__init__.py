@@ -9,3 +9,4 @@ from jrb.remote.client import Remote, serve
 from jrb.remote.draws import Ahead
 
 __all__ = ["Ahead", "Remote", "serve"]
+__dir__ = lambda: __all__

@@ -7,3 +7,4 @@ from jrb.samplers.uniform import Newest, Uniform
 from jrb.samplers.without_replacement import WithoutReplacement
 
 __all__ = ["Lifo", "Mixture", "Newest", "Prioritized", "Queue", "Uniform", "WithoutReplacement"]
+__dir__ = lambda: __all__

@@ -3,3 +3,4 @@
 from jrb.sharding.sharded import Sharded
 
 __all__ = ["Sharded"]
+__dir__ = lambda: __all__

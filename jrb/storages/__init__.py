@@ -15,3 +15,4 @@ __all__ = [
     "PlainRows",
     "SpillStorage",
 ]
+__dir__ = lambda: __all__

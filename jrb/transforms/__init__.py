@@ -29,3 +29,4 @@ __all__ = [
     "ToFloat",
     "normalized",
 ]
+__dir__ = lambda: __all__

@@ -64,3 +64,4 @@ __all__ = [
     "static",
     "tally",
 ]
+__dir__ = lambda: __all__

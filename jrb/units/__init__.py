@@ -7,3 +7,4 @@ from jrb.units.sequence import Sequence
 from jrb.units.transition import Transition
 
 __all__ = ["FrameStack", "Hindsight", "NStep", "Sequence", "Transition"]
+__dir__ = lambda: __all__

@@ -4,3 +4,4 @@ from jrb.writers.ranked import MaxValue, Reservoir
 from jrb.writers.ring import BlockWhenFull, PerEnvironment, ReadOnly, RoundRobin
 
 __all__ = ["BlockWhenFull", "MaxValue", "PerEnvironment", "ReadOnly", "Reservoir", "RoundRobin"]
+__dir__ = lambda: __all__

@@ -1,0 +1,27 @@
+"""Names of public modules that are imported when they are first asked for."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def lazy(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a module.
+
+    Args:
+        module: its name.
+        homes: from each of its names to the module that has it, or that is it.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            hint = importlib.import_module("jrb._util.wording").hint(name, homes)
+            raise AttributeError(f"module {module!r} has no attribute {name!r}.{hint}")
+        value = importlib.import_module(homes[name])
+        if homes[name] != f"{module}.{name}":
+            value = getattr(value, name)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return get
