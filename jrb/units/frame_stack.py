@@ -283,7 +283,10 @@ class FrameStack(WrappingUnit):
             more, _, more_real = self._stack(context, state, at_next)
             frames = jnp.concatenate([frames, more[..., 1:]], axis=-1)
             real = jnp.concatenate([real, more_real[..., 1:]], axis=-1)
-        mask = inner.mask & is_whole if inner.mask.shape == is_whole.shape else inner.mask
+        mask = inner.mask
+        if is_whole.shape[: mask.ndim] == mask.shape:
+            # Of several rows for one entry, the stacks of all must be held.
+            mask &= is_whole.all(axis=tuple(range(mask.ndim, is_whole.ndim)))
 
         def masked(value: jax.Array) -> jax.Array:
             is_mark = (value.shape, value.dtype) == (mask.shape, mask.dtype)
@@ -318,7 +321,8 @@ class FrameStack(WrappingUnit):
 
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """Puts frames that were read once into stacks; the inner unit reduces all else."""
-        (inner, real), axis = plan.residuals, plan.mask.ndim
+        inner, real = plan.residuals
+        axis = real.ndim - 1
         named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
 
         def frames(name: str) -> jax.Array:

@@ -2,10 +2,12 @@
 
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jrb
+from jrb import types
 from tests.units.streams import (
     KEY,
     agree,
@@ -106,3 +108,83 @@ def test_next_stacks_of_any_dtype_are_moved_on_by_a_frame(dtype, k):
     seen, after = plain(sample.data["observation"]), plain(sample.data["next"]["observation"])
     np.testing.assert_array_equal(after[:, :-1], seen[:, 1:])
     np.testing.assert_array_equal(after[:, -1], plain(frames)[np.asarray(sample.indices) + 1])
+
+
+@types.component
+class Apart(types.Unit):
+    """Two rows of an episode, two apart, `[B, 2, ...]`, of whose mask each entry is one of both.
+
+    With `back` they are the anchor and two rows before it.
+    """
+
+    back: bool = False
+
+    @property
+    def window(self):
+        return jrb.Sequence(1, burn_in=2) if self.back else jrb.Sequence(3)
+
+    max_entry_delay = property(lambda self: self.window.max_entry_delay)
+    lookback = property(lambda self: self.window.lookback)
+
+    def init(self, context, spec):
+        return self.window.init(context, spec)
+
+    def on_write(self, context, state, write, items):
+        return self.window.on_write(context, state, write, items)
+
+    def truncate(self, context, state, which):
+        return self.window.truncate(context, state, which)
+
+    def is_episode_end(self, context, state, slots):
+        return self.window.is_episode_end(context, state, slots)
+
+    def episode_step(self, state, slots):
+        return self.window.episode_step(state, slots)
+
+    def init_mid_episode(self, state, before):
+        return self.window.init_mid_episode(state, before)
+
+    def reset(self, ring, state, token):
+        return self.window.reset(ring, state, token)
+
+    def anchors(self, context, state):
+        return self.window.anchors(context, state)
+
+    def plan_read(self, context, state, slots, mask, key):
+        plan = self.window.plan_read(context, state, slots, mask, key)
+        both = lambda name: plan.where(name)[:, jnp.array([0, -1])]
+        return types.ReadPlan(where=both, mask=plan.mask[:, [0, -1]].all(axis=1), info={})
+
+    def reduce(self, raw, plan, keys):
+        return raw, plan.info
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("back", [False, True])
+def test_stacks_of_a_unit_that_reads_several_rows_for_an_entry(back):
+    done = np.isin(np.arange(23), [9, 15])
+    after = {"observation": np.arange(1, 24), "done": done}
+    rows = {"observation": np.arange(23), "next": after}
+    stacked = jrb.FrameStack(3, unit=Apart(back))
+    buffer = jrb.ReplayBuffer(16, batch_size=64, unit=stacked, cast=True)
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0], rows))
+    state = buffer.extend(state, rows)
+    sample = jax.device_get(buffer.sample(state, KEY))
+    begins = [max(start for start in (0, 10, 16) if start <= row) for row in range(23)]
+    drawn = set()
+    for anchor, real, seen in zip(
+        sample.indices, sample.mask, sample.data["observation"], strict=True
+    ):
+        row = int(anchor) + 16 if anchor < 7 else int(anchor)
+        one, other = (row - 2, row) if back else (row, row + 2)
+        stacks = [[max(begins[at], at - k) for k in (2, 1, 0)] for at in (one, other)]
+        is_held = begins[one] == begins[other] and min(stacks[0]) >= 7
+        assert is_held or not real
+        if real:
+            assert seen.tolist() == stacks
+            drawn.add(row)
+    assert len(drawn) > 4
+    jrb.testing.conform(
+        lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=8, unit=Apart(back)),
+        {"observation": jnp.zeros(4), "next": {"observation": jnp.zeros(4), "done": False}},
+    )
