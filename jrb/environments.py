@@ -142,13 +142,7 @@ def _zeros_of_space(space: Any, path: str) -> Item:
 
 
 def from_gymnax(
-    env: Any,
-    env_params: Any,
-    capacity: int,
-    *,
-    num_envs: int | None = None,
-    extra: Item | None = None,
-    **options: Any,
+    env: Any, env_params: Any, capacity: int, *, extra: Item | None = None, **options: Any
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
     """Returns a buffer for a gymnax environment, and an example item.
 
@@ -161,9 +155,8 @@ def from_gymnax(
         env: the environment, as `gymnax.make` returns it.
         env_params: its parameters.
         capacity: over all environments; rounded down to a multiple of E.
-        num_envs: E, or None for one environment.
         extra: further leaves of one item.
-        options: what else `jrb.ReplayBuffer` takes.
+        options: what else `jrb.ReplayBuffer` takes: `num_envs`, which is E, `batch_size`, ...
 
     Returns:
         The buffer, and the example to pass to `init`: zeros, without the axis of environments.
@@ -185,16 +178,11 @@ def from_gymnax(
         terminated, truncated = flags
         return transition(observation, action, after, reward, terminated, truncated, info)
 
-    return _described(item, capacity, num_envs, extra, options)
+    return _described(item, capacity, extra, **options)
 
 
 def from_brax(
-    env: Any,
-    capacity: int,
-    *,
-    num_envs: int | None = None,
-    extra: Item | None = None,
-    **options: Any,
+    env: Any, capacity: int, *, extra: Item | None = None, **options: Any
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
     """Returns a buffer for a brax or MuJoCo Playground environment, and an example item.
 
@@ -207,9 +195,8 @@ def from_brax(
     Args:
         env: the environment, with or without brax's wrappers.
         capacity: over all environments; rounded down to a multiple of E.
-        num_envs: E, or None for one environment.
         extra: further leaves of one item.
-        options: what else `jrb.ReplayBuffer` takes.
+        options: what else `jrb.ReplayBuffer` takes: `num_envs`, which is E, `batch_size`, ...
 
     Returns:
         The buffer, and the example to pass to `init`: zeros, without the axis of environments.
@@ -223,16 +210,11 @@ def from_brax(
         flag = jnp.zeros_like(after.done)
         return transition(state.obs, action, after.obs, after.reward, flag, flag)
 
-    return _described(item, capacity, num_envs, extra, options)
+    return _described(item, capacity, extra, **options)
 
 
 def from_jaxmarl(
-    env: Any,
-    capacity: int,
-    *,
-    num_envs: int | None = None,
-    extra: Item | None = None,
-    **options: Any,
+    env: Any, capacity: int, *, extra: Item | None = None, **options: Any
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
     """Returns a buffer for a JaxMARL environment, and an example item.
 
@@ -245,9 +227,8 @@ def from_jaxmarl(
     Args:
         env: the environment, as `jaxmarl.make` returns it.
         capacity: over all environments; rounded down to a multiple of E.
-        num_envs: E, or None for one environment.
         extra: further leaves of one item.
-        options: what else `jrb.ReplayBuffer` takes.
+        options: what else `jrb.ReplayBuffer` takes: `num_envs`, which is E, `batch_size`, ...
 
     Returns:
         The buffer, and the example to pass to `init`: zeros, without the axis of environments.
@@ -259,18 +240,14 @@ def from_jaxmarl(
         after, _, reward, done, _ = env.step(key, state, action)
         return transition(observation, action, after, reward, done=done)
 
-    return _described(item, capacity, num_envs, extra, options)
+    return _described(item, capacity, extra, **options)
 
 
 def _described(
-    item: Callable[[jax.Array], Item],
-    capacity: int,
-    num_envs: int | None,
-    extra: Item | None,
-    options: dict[str, Any],
+    item: Callable[[jax.Array], Item], capacity: int, extra: Item | None, **options: Any
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
     """Returns a buffer for items like those that a function of a key makes, and zeros like one."""
     with jax.numpy_dtype_promotion("standard"):  # few environments are written for the strict one
         spec = jax.eval_shape(item, jax.random.key(0))
     example = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
-    return ReplayBuffer.rounded(capacity, num_envs=num_envs, **options), example | dict(extra or {})
+    return ReplayBuffer.rounded(capacity, **options), example | dict(extra or {})
