@@ -25,7 +25,7 @@ import numpy as np
 
 import jrb
 from jrb import checkpoint, datasets
-from jrb._store import files
+from tests import seams
 
 PATIENCE = 60  # seconds, where what is waited for never comes
 
@@ -126,7 +126,7 @@ def slowly(*_):
 
 
 def save(attack, path):
-    files.hook = slowly
+    seams.set_hook(slowly)
     run = Saving(attack, path)
 
     def after():
@@ -141,7 +141,7 @@ def save(attack, path):
 
 
 def save_async(attack, path):
-    files.hook = slowly
+    seams.set_hook(slowly)
     run, begun = Saving(attack, path), []
 
     def work():
@@ -293,7 +293,7 @@ def main():
     for name in names:
         attack = Attack(int(seed), int(most))
         globals()[name](attack, os.path.join(path, name))
-        files.hook = None
+        seams.set_hook(None)
         until = time.monotonic() + 10
         while threads() and time.monotonic() < until:
             time.sleep(0.01)

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jrb
 from jrb import sum_tree, testing
-from jrb._xla import compiling
 from jrb.authoring import tree_nbytes
 
 D, E, B = jax.device_count(), 2, 8
@@ -277,6 +276,10 @@ def calls(buffer, state):
     return {name: (call, state, *given) for name, (call, *given) in found.items()}
 
 
+def varying(leaf):
+    return leaf if "data" in jax.typeof(leaf).vma else lax.pcast(leaf, "data", to="varying")
+
+
 def varied(tree, axis, wanted):
     return jax.tree.map(lambda leaf: lax.pcast(leaf, axis, to="varying"), tree) if wanted else tree
 
@@ -303,9 +306,7 @@ def test_verbs_take_any_mixture_of_arguments_that_vary_and_that_do_not(unit, sam
 
             def body(*its, call=call, which=which):
                 out = call(*(varied(it, "data", some) for it, some in zip(its, which, strict=True)))
-                return jax.tree.map(
-                    lambda leaf: compiling.vary(leaf, frozenset({"data"}))[None], out
-                )
+                return jax.tree.map(lambda leaf: varying(leaf)[None], out)
 
             over = jax.shard_map(
                 body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("data")

@@ -7,7 +7,6 @@ import pytest
 
 import jrb
 from jrb import testing
-from jrb._xla import dependencies
 from jrb.types import component
 
 pytestmark = pytest.mark.slow
@@ -302,15 +301,6 @@ def test_a_bare_sample_before_a_write_is_what_copies(name):
     assert growth(name, sample_add) > 0.5
 
 
-def test_the_tie_of_draw_is_what_keeps_draw_then_add_in_place(monkeypatch):
-    monkeypatch.setattr(dependencies, "zero_depending_on", lambda reads: jnp.int32(0))
-    jax.clear_caches()
-    some = ("uniform", "epochs", "queue", "prioritized")
-    grown = {name: growth(name, draw_add) for name in some}
-    jax.clear_caches()
-    assert min(grown.values()) > 0.5, grown
-
-
 NARROW = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "float16"]
 NARROW = [("bfloat16", None), *zip(NARROW, [8, None, 8, None, 8], strict=True)]
 
@@ -326,26 +316,3 @@ def test_no_dtype_is_widened_and_copied(dtype, agents):
 
     make = lambda n: jrb.ReplayBuffer(n, num_envs=E, batch_size=B)
     assert testing.growth(make, example, step, agents) < 0.01
-
-
-def test_a_read_is_not_repeated_after_a_write():
-    def step(array, i):
-        value = dependencies.materialize(lambda: array[i])
-        array = array.at[i + dependencies.zero_depending_on(value)].set(value + 1)
-        return array, jnp.sin(value) + jnp.cos(value)
-
-    def temporaries(size):
-        arguments = jnp.zeros(size), jnp.arange(8)
-        loop = lambda array, i: jax.lax.scan(lambda a, _: step(a, i), array, None, 3)
-        compiled = jax.jit(loop, donate_argnums=0).lower(*arguments).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporaries(2**16) - temporaries(2**12) < 1000
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8", "bool", "complex64", "int4"])
-def test_a_token_is_zero_whatever_was_read(dtype):
-    for value in (0, 1, -1, 3):
-        leaf = jnp.full((2, 3), value).astype(dtype)
-        assert int(jax.jit(dependencies.zero_depending_on)((leaf, jnp.zeros((0, 2))))) == 0
-    assert int(dependencies.zero_depending_on(jax.random.split(jax.random.key(1), 3))) == 0

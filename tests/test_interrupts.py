@@ -18,12 +18,11 @@ import pytest
 
 import jrb
 from jrb import checkpoint, iterate
-from jrb._store import files, threads
 from jrb.checkpoint import api
-from tests import interrupts
+from tests import seams
 
-SCRIPT = interrupts.__file__
-OURS = [module.__file__ for module in (api, iterate, threads)]
+ROOT = pathlib.Path(seams.__file__).parents[1]
+OURS = [module.__file__ for module in (api, iterate, seams.threads)]
 THEIRS = [threading.__file__, os.path.join(os.path.dirname(threading.__file__), "queue.py")]
 MEMORY = "/dev/shm"
 AT_MOST = 60  # seconds, where what is waited for never comes
@@ -149,7 +148,7 @@ def ended():
 
 def test_an_interrupt_of_shared_work_leaves_nothing_going_on():
     done, before = [], threading.active_count()
-    work = lambda: threads.share(done.append, range(9), [lambda: done.append(9)])
+    work = lambda: seams.threads.share(done.append, range(9), [lambda: done.append(9)])
     for is_interrupted in at_each_instruction(work):
         assert threading.active_count() == before
         assert is_interrupted or sorted(done) == list(range(10))
@@ -158,7 +157,7 @@ def test_an_interrupt_of_shared_work_leaves_nothing_going_on():
 
 
 def test_an_interrupt_of_a_write_that_waits_for_draws_holds_nobody_up():
-    one, inside, over = threads.Gate(), threading.Semaphore(0), threading.Event()
+    one, inside, over = seams.threads.Gate(), threading.Semaphore(0), threading.Event()
 
     def draw():
         while not over.is_set():
@@ -198,19 +197,16 @@ def test_an_interrupt_of_a_save_in_the_background_loses_nothing(filled, path):
     assert int(buffer.size(jrb.load(path)[1])) == 3
 
 
-def test_a_failure_in_the_background_is_raised_once_whatever_is_interrupted(
-    filled, path, monkeypatch
-):
+def test_a_failure_in_the_background_is_raised_once_whatever_is_interrupted(filled, path):
     buffer, state = filled
     jrb.save(path, buffer, state)
     raised = []
 
     def fail():
-        monkeypatch.setattr(files, "hook", refused)
-        save = checkpoint.save_async(path, buffer, state)
-        while not save.done():
-            pass
-        monkeypatch.setattr(files, "hook", None)
+        with seams.hooked(refused):
+            save = checkpoint.save_async(path, buffer, state)
+            while not save.done():
+                pass
 
     def settle():
         try:
@@ -232,7 +228,7 @@ def refused(operation, *_):
         raise OSError(28, "No space left on device")
 
 
-def test_a_save_goes_on_whose_wait_was_interrupted(filled, path, monkeypatch):
+def test_a_save_goes_on_whose_wait_was_interrupted(filled, path):
     buffer, state = filled
     go = threading.Event()
 
@@ -240,26 +236,26 @@ def test_a_save_goes_on_whose_wait_was_interrupted(filled, path, monkeypatch):
         if operation == "replace" and threading.current_thread().name == "jrb-save":
             go.wait(AT_MOST)
 
-    monkeypatch.setattr(files, "hook", hold)
     jrb.save(path, buffer, buffer.empty(state))
-    save = checkpoint.save_async(path, buffer, state)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        for wait in (save.wait, lambda: jrb.load(path)):
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
-            with pytest.raises(KeyboardInterrupt):
-                wait()
-            assert not save.done()
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-        go.set()
-    assert jrb.save(path, buffer, state) == 3  # which waits for the one before
+    with seams.hooked(hold):
+        save = checkpoint.save_async(path, buffer, state)
+        try:
+            for wait in (save.wait, lambda: jrb.load(path)):
+                signal.setitimer(signal.ITIMER_REAL, 0.02)
+                with pytest.raises(KeyboardInterrupt):
+                    wait()
+                assert not save.done()
+        finally:
+            signal.signal(signal.SIGALRM, handler)
+            go.set()
+        assert jrb.save(path, buffer, state) == 3  # which waits for the one before
     assert save.done()
 
 
 PROGRAM = """
 import signal, sys, threading, time, jax.numpy as jnp, jrb
-from jrb._store import files
+from tests import seams
 
 def hook(operation, *rest):
     if operation == "replace" and threading.current_thread().name == "jrb-save":
@@ -267,7 +263,7 @@ def hook(operation, *rest):
         if sys.argv[2] == "refused":
             raise OSError(28, "No space left on device")
 
-files.hook = hook
+seams.set_hook(hook)
 buffer = jrb.ReplayBuffer(4)
 save = jrb.checkpoint.save_async(sys.argv[1], buffer, buffer.init({"x": jnp.zeros(3)}))
 signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -285,7 +281,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(("outcome", "status"), [("saved", 0), ("at the end", 0), ("refused", 120)])
 def test_a_program_that_ends_saves_or_says_that_it_has_not(outcome, status, path):
     command = [sys.executable, "-c", PROGRAM, path, outcome]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     interrupted = "KeyboardInterrupt" in done.stderr or "interrupted" in done.stdout
     assert (done.returncode, interrupted) == (status, True), done.stderr
     assert ("No space left" in done.stderr) == (outcome == "refused")
@@ -301,8 +297,8 @@ SCENARIOS = ["save", "save_async", "prefetch", "prefetch_draws", "record", "copy
     [(10, SCENARIOS), *(pytest.param(400, [name], marks=pytest.mark.long) for name in SCENARIOS)],
 )
 def test_interrupts_at_random_moments_lose_nothing(count, names, tmp_path):
-    command = [sys.executable, SCRIPT, tmp_path, str(count), "0", *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.interrupts", tmp_path, str(count), "0", *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert list(found) == names

@@ -13,7 +13,7 @@ import pytest
 
 import jrb
 from jrb import iterate
-from jrb._core import eager
+from tests import seams
 
 KEY = jax.random.key(3)
 
@@ -213,7 +213,7 @@ def prioritized(storage):
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_state_that_was_donated_is_left_for_the_next_one(storage, monkeypatch):
-    monkeypatch.setattr(eager, "_MANY_ELEMENTS", 0)
+    seams.write_small_states_in_place(monkeypatch)
     buffer, verbs, old = prioritized(storage)
     new = verbs.add(old, {"x": jnp.int32(64)})
     states = iter([old, old, old, new])
@@ -246,7 +246,7 @@ def test_a_state_that_nothing_follows_ends_the_wait(monkeypatch):
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_batches_are_drawn_ahead_while_compiled_verbs_write_in_place(storage, monkeypatch):
-    monkeypatch.setattr(eager, "_MANY_ELEMENTS", 0)
+    seams.write_small_states_in_place(monkeypatch)
     buffer, verbs, state = prioritized(storage)
     with jrb.prefetch(buffer, lambda: state, KEY) as batches:
         for number, batch in zip(range(40), batches, strict=False):

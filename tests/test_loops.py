@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._core import validate
+from tests import seams
 
 KEY = jax.random.key(0)
 EXAMPLE = {
@@ -407,15 +407,11 @@ def test_a_program_may_have_no_devices_on_the_host(monkeypatch):
             raise RuntimeError("Unknown backend cpu.")
         return 1
 
-    validate._has_one_device.cache_clear()
+    buffer = jrb.ReplayBuffer(4)
+    state = buffer.init({"x": 0})
     monkeypatch.setattr(jax, "device_count", count)
-    try:
-        assert validate._has_one_device()
-        monkeypatch.setattr(jax, "device_count", lambda backend=None: 8 if backend else 1)
-        validate._has_one_device.cache_clear()
-        assert not validate._has_one_device()
-    finally:
-        validate._has_one_device.cache_clear()
+    with seams.devices_counted_anew():
+        assert int(buffer.size(buffer.add(state, {"x": 1}))) == 1
 
 
 # Slots as tools pass them.

@@ -3,15 +3,12 @@
 Programs are lowered for platforms that this machine lacks, and their operations looked through.
 """
 
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.mlir import ir
 
 import jrb
-from jrb._xla import compiling
 from tests import test_devices as devices
 
 pytestmark = pytest.mark.slow
@@ -165,64 +162,3 @@ def test_an_unknown_loop_is_noticed():
 
     with pytest.raises(AssertionError, match="1 of 1 loops"):
         assert_known(lowered(step, jnp.int32(1)))
-
-
-FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
-
-
-def kernels(text):
-    """What a program for the CPU runs one after the other, each with what it waits for."""
-    found, known = {}, {}
-    for line in text[text.index("\nENTRY") :].splitlines()[2:]:
-        if " = " not in line:
-            continue
-        name, rest = line.strip().removeprefix("ROOT ").split(" = ", 1)
-        operands = re.findall(r"%[\w.-]+", rest.split("), ")[0])
-        needed = set().union(*(known[operand] for operand in operands if operand in known))
-        is_free = re.search(r" ([a-z-]+)\(", f" {rest}")[1] in FREE
-        known[name] = needed if is_free else {name}
-        if not is_free:
-            found[name] = needed
-    return found
-
-
-def is_handed_over(text):
-    """Whether XLA's CPU client hands kernels to another thread.
-
-    It does where more than eight others could run beside the next one.
-    """
-    waiting = dict(kernels(text))
-    ready = [name for name, needed in waiting.items() if not needed]
-    while ready:
-        done = ready.pop(0)
-        if len(ready) > 8:
-            return True
-        before = {name for name, needed in waiting.items() if not needed}
-        waiting = {name: needed - {done} for name, needed in waiting.items()}
-        ready += [name for name, needed in waiting.items() if not needed and name not in before]
-    return False
-
-
-MANY = {str(number): jnp.zeros(number + 1) for number in range(9)}
-MANY |= {**devices.EXAMPLE, "frame": jnp.zeros((40, 40)), "number": jnp.int32(0)}
-WRITES = [
-    ("add", 1, "prioritized", "transition", devices.EXAMPLE),
-    ("add", 4, "uniform", "windows", devices.EXAMPLE),
-    ("add", 1, "uniform", "stacks", devices.EXAMPLE),
-    ("add", 1, "prioritized", "stacks", devices.EXAMPLE),
-    ("add", 4, "prioritized", "n-step", MANY),
-    ("extend", 4, "uniform", "n-step", MANY),
-]
-
-
-@pytest.mark.whole
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="it is about the CPU's threads")
-@pytest.mark.parametrize(("verb", "envs", "sampler", "unit", "example"), WRITES)
-def test_a_write_that_python_calls_wakes_no_thread(verb, envs, sampler, unit, example):
-    parts = {"sampler": devices.SAMPLERS[sampler], "unit": devices.UNITS[unit]}
-    buffer, lead = jrb.ReplayBuffer(2**14, num_envs=envs, **parts), (2, envs)[verb == "add" :]
-    rows = jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), example)
-    write = jax.jit(compiling.standalone_program(getattr(buffer, verb)), donate_argnums=0)
-    as_users_do = {"xla_cpu_use_fusion_emitters": True}  # the tests go without: see `conftest`
-    compiled = write.lower(buffer.init(example), rows).compile(as_users_do)
-    assert not is_handed_over(compiled.as_text())

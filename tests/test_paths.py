@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import jrb
-from jrb._store import files
+import jrb.authoring
 from jrb.checkpoint import generations, metadata, save_async, verify, write_torchrl
 from jrb.cli.app import app
 from jrb.remote import setup
@@ -102,4 +102,4 @@ def test_what_is_no_path_is_refused():
     with pytest.raises(ValueError, match="MemmapStorage: path: expected a path, got ''"):
         jrb.MemmapStorage("")
     with pytest.raises(TypeError, match="root: expected a path, got 7"):
-        files.absolute(7, "root")
+        jrb.authoring.absolute_path(7, "root")

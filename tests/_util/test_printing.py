@@ -5,8 +5,8 @@ import unicodedata
 
 import pytest
 
-from jrb._store.errors import DamagedError
 from jrb.authoring import escaped_errors, printable
+from jrb.checkpoint import DamagedError
 
 HIDDEN = [
     *("\x00", "\x07", "\x1b]0;title\x07", "\x1b[2J", "\x7f", "\x9b31m", "\r", "\b"),

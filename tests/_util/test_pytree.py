@@ -11,7 +11,6 @@ import pytest
 
 import jrb
 from jrb import types
-from jrb._util import pytree
 
 
 def test_a_state_with_another_field_is_a_state_like_those_made_anew():
@@ -47,10 +46,8 @@ def test_a_description_is_hashed_once_and_forgotten_when_it_is_gone():
     one, other = Counted(7), Counted(7)
     assert hash(one) == hash(one) == hash(other) == 7 and Counted.seen == [7, 7]
     assert {one: "x"}[other] == "x"
-    gc.collect()
-    known = len(pytree._HASHES)
     del one, other
     gc.collect()
-    assert len(pytree._HASHES) == known - 2
+    # Another one may be where one was that is gone: it must not have its hash.
     assert [hash(Counted(number)) for number in range(100)] == list(range(100))
     assert hash(copy.copy(Counted(5))) == hash(pickle.loads(pickle.dumps(Counted(6)))) - 1

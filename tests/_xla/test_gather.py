@@ -1,4 +1,6 @@
-"""Few rows of a large array are read by one thread, and are the same rows."""
+"""Few rows are read and written by one thread, and are the same rows."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ from jax import lax
 import jrb
 from jrb import testing
 from jrb._xla import compiling, dependencies, gather
+from tests import test_devices as devices
+from tests.test_sum_tree import floats, same_bits
 
 N, E = 2**17, 4  # the fewest elements of 4 bytes that are spread over threads
 EXAMPLE = {
@@ -260,3 +264,99 @@ def changed(monkeypatch, module, name, value, tell):
 
 def plain(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("count", [1, 300, 1 << 12, (1 << 12) + 1])
+def test_the_last_duplicate_wins_where_a_scatter_has_no_order(count):
+    rng = np.random.default_rng(8)
+    indices = rng.integers(0, 1005, count).astype(np.uint32)
+    values, expected = floats(rng.random(count)), np.full(1000, 2, np.float32)
+    for index, value in zip(indices, values, strict=True):
+        if index < 1000:
+            expected[index] = value
+    out, found = jax.jit(gather.put_in_any_order)(jnp.full(1000, 2.0), indices, values)
+    assert same_bits(out, expected)
+    inside = indices < 1000
+    assert same_bits(np.asarray(found)[inside], expected[indices[inside]])
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("put", [gather.put_in_turns, gather.put_part_by_part])
+def test_what_is_put_in_a_later_turn_stays(put, columns):
+    rng = np.random.default_rng(9)
+    counts, expected = (40, 1, 30), np.full(50, 2, np.float32)
+    indices = rng.integers(0, 55, sum(counts)).astype(np.int32)
+    values = floats(np.repeat(rng.random(3), counts))  # in one turn, equal where indices are
+    for index, value in zip(indices, values, strict=True):
+        if index < 50:
+            expected[index] = value
+    shaped = [gather.column(each) if columns else each for each in (indices, values)]
+    assert same_bits(jax.jit(put, static_argnums=3)(jnp.full(50, 2.0), *shaped, counts), expected)
+
+
+# A write that Python calls wakes no thread.
+
+FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
+
+
+def kernels(text):
+    """What a program for the CPU runs one after the other, each with what it waits for."""
+    found, known = {}, {}
+    for line in text[text.index("\nENTRY") :].splitlines()[2:]:
+        if " = " not in line:
+            continue
+        name, rest = line.strip().removeprefix("ROOT ").split(" = ", 1)
+        operands = re.findall(r"%[\w.-]+", rest.split("), ")[0])
+        needed = set().union(*(known[operand] for operand in operands if operand in known))
+        is_free = re.search(r" ([a-z-]+)\(", f" {rest}")[1] in FREE
+        known[name] = needed if is_free else {name}
+        if not is_free:
+            found[name] = needed
+    return found
+
+
+def is_handed_over(text):
+    """Whether XLA's CPU client hands kernels to another thread.
+
+    It does where more than eight others could run beside the next one.
+    """
+    waiting = dict(kernels(text))
+    ready = [name for name, needed in waiting.items() if not needed]
+    while ready:
+        done = ready.pop(0)
+        if len(ready) > 8:
+            return True
+        before = {name for name, needed in waiting.items() if not needed}
+        waiting = {name: needed - {done} for name, needed in waiting.items()}
+        ready += [name for name, needed in waiting.items() if not needed and name not in before]
+    return False
+
+
+MANY = {str(number): jnp.zeros(number + 1) for number in range(9)}
+
+
+MANY |= {**devices.EXAMPLE, "frame": jnp.zeros((40, 40)), "number": jnp.int32(0)}
+
+
+WRITES = [
+    ("add", 1, "prioritized", "transition", devices.EXAMPLE),
+    ("add", 4, "uniform", "windows", devices.EXAMPLE),
+    ("add", 1, "uniform", "stacks", devices.EXAMPLE),
+    ("add", 1, "prioritized", "stacks", devices.EXAMPLE),
+    ("add", 4, "prioritized", "n-step", MANY),
+    ("extend", 4, "uniform", "n-step", MANY),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="it is about the CPU's threads")
+@pytest.mark.parametrize(("verb", "envs", "sampler", "unit", "example"), WRITES)
+def test_a_write_that_python_calls_wakes_no_thread(verb, envs, sampler, unit, example):
+    parts = {"sampler": devices.SAMPLERS[sampler], "unit": devices.UNITS[unit]}
+    buffer, lead = jrb.ReplayBuffer(2**14, num_envs=envs, **parts), (2, envs)[verb == "add" :]
+    rows = jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), example)
+    write = jax.jit(compiling.standalone_program(getattr(buffer, verb)), donate_argnums=0)
+    as_users_do = {"xla_cpu_use_fusion_emitters": True}  # the tests go without: see `conftest`
+    compiled = write.lower(buffer.init(example), rows).compile(as_users_do)
+    assert not is_handed_over(compiled.as_text())

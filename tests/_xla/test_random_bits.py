@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrb import sum_tree
 from jrb._xla import random_bits
+from tests.test_sum_tree import ten_million_equal
 
 SHAPES = [(), (7,), (3, 0), (2, 256), (2, 3, 5)]
 SEEDS = [0, 1, 12345, 2**31 - 1, -1]
@@ -149,3 +151,26 @@ def test_every_input_bit_of_mix_reaches_every_output_bit():
     flipped = ((changed[:, :, None] >> places) & np.uint32(1)).mean(axis=1)
     assert flipped.min() > 0.4
     assert flipped.max() < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [0, 1])
+def test_10_million_leaves_share_all_random_words(half, monkeypatch):
+    """Of the two words of a draw, one picks among nodes of 4096 leaves, the other inside them."""
+    tree = ten_million_equal(8)
+    monkeypatch.setattr(random_bits, "bits", lambda key, shape: key)
+    draw = jax.jit(lambda words: sum_tree.draw(tree, words, 1 << 20, False)[1])
+    fixed = jnp.full(1 << 20, 1_234_567_890, jnp.uint32)
+    drawn, low = [], jnp.asarray(np.random.default_rng(13).integers(0, 4, 1 << 20, np.uint32))
+    for chunk in range(4):  # of each four words that follow each other, one
+        every = ((((chunk << 20) + jnp.arange(1 << 20, dtype=jnp.uint32)) << 2) + low) << 8
+        drawn.append(draw(jnp.stack([fixed, every] if half else [every, fixed])))
+    drawn = np.concatenate(drawn)
+    if half:
+        counts = np.bincount(drawn - drawn.min())
+        assert counts.shape == (4096,)
+        assert np.abs(counts - 1024).max() <= 2
+    else:
+        counts = np.bincount(drawn // 4096)
+        assert counts.shape == (2442,)
+        assert np.abs(counts[:-1] - 2**22 * 4096 / 1e7).max() <= 2

@@ -55,7 +55,7 @@ def packed(head, body, rest):
     text = json.dumps(body).encode() + b"\n"
     whole = {"size": len(text), "sum": zlib.crc32(text)}
     head = {**head, **whole} if isinstance(head, dict) else head
-    return json.dumps(head).encode() + b"\n" + text + rest
+    return json.dumps(head, separators=(",", ":")).encode() + b"\n" + text + rest
 
 
 def forge_h5(path, about=None, attributes=None):

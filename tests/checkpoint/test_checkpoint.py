@@ -3,8 +3,8 @@
 import collections
 import dataclasses
 import errno
+import fcntl
 import functools
-import importlib
 import os
 import subprocess
 import sys
@@ -19,12 +19,10 @@ import pytest
 
 import jrb
 from jrb import authoring, checkpoint, testing, types
-from jrb._core import memory
-from jrb._store import files, generation
-from jrb._store.files import Folder
-from jrb._store.lock import Lock
 from jrb.authoring import casting
 from jrb.checkpoint import api, saving
+from tests import seams
+from tests.checkpoint import forging
 
 TED = {
     "observation": jnp.zeros(3),
@@ -67,9 +65,7 @@ def assert_same(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert bytes(memory.view(np.asarray(casting.raw(a)))) == bytes(
-            memory.view(np.asarray(casting.raw(b)))
-        )
+        assert np.asarray(casting.raw(a)).tobytes() == np.asarray(casting.raw(b)).tobytes()
 
 
 def there_and_back(path, buffer, state, layout="native", **how):
@@ -360,19 +356,6 @@ def test_generations(tmp_path):
                 verb(tmp_path, generation=number)
 
 
-def written(work):
-    """The bytes that some work writes."""
-    sizes = []
-    files.hook = lambda operation, path, *rest: (
-        sizes.append(len(rest[1])) if operation == "pwrite" else None
-    )
-    try:
-        work()
-    finally:
-        files.hook = None
-    return sum(sizes)
-
-
 @pytest.mark.parametrize("once", [False, True])
 def test_a_save_after_a_few_rows_writes_about_these(once, tmp_path):
     example = {"observation": jnp.zeros(256), "next": {"observation": jnp.zeros(256)}}
@@ -382,13 +365,16 @@ def test_a_save_after_a_few_rows_writes_about_these(once, tmp_path):
     state = buffer.init(example)
     rows = lambda count, seed: testing.rows(example, jnp.float32(seed), count, 2)
     state = buffer.extend(state, rows(3000, 1))
-    whole = written(lambda: jrb.save(tmp_path, buffer, state))
+    whole = seams.bytes_written(lambda: jrb.save(tmp_path, buffer, state))
     assert whole > 0.9 * authoring.tree_nbytes(state)
     for seed in range(2, 40):
         state = buffer.extend(state, rows(20, seed))
-        few = written(functools.partial(jrb.save, tmp_path, buffer, state))
+        few = seams.bytes_written(functools.partial(jrb.save, tmp_path, buffer, state))
         assert few < 0.12 * whole
-        assert written(functools.partial(jrb.save, tmp_path, buffer, state)) <= 0.08 * whole
+        assert (
+            seams.bytes_written(functools.partial(jrb.save, tmp_path, buffer, state))
+            <= 0.08 * whole
+        )
         assert_same(jrb.load(tmp_path)[1], state)
 
 
@@ -418,20 +404,18 @@ def test_a_background_save_holds_what_the_state_was(tmp_path):
     buffer, state = filled(sampler=jrb.Prioritized(), example={"x": jnp.zeros(10_000)})
     kept = jax.tree.map(jnp.copy, state)
     go = threading.Event()
-    files.hook = hold_threads(go)
-    try:
-        save = checkpoint.save_async(tmp_path, buffer, state)
-        add = jax.jit(buffer.add, donate_argnums=0)
-        for number in range(9):
-            state = add(state, testing.rows({"x": jnp.zeros(10_000)}, jnp.float32(number), 3))
-        assert not save.done()
-        with pytest.raises(checkpoint.LockedError):
-            api.save_snapshot(str(tmp_path), saving.snapshot(buffer, kept), 0)
-        go.set()
+    with seams.hooked(hold_threads(go)):
+        try:
+            save = checkpoint.save_async(tmp_path, buffer, state)
+            add = jax.jit(buffer.add, donate_argnums=0)
+            for number in range(9):
+                state = add(state, testing.rows({"x": jnp.zeros(10_000)}, jnp.float32(number), 3))
+            assert not save.done()
+            with pytest.raises(checkpoint.LockedError):
+                api.save_snapshot(str(tmp_path), saving.snapshot(buffer, kept), 0)
+        finally:
+            go.set()
         save.wait()
-    finally:
-        go.set()
-        files.hook = None
     assert_same(jrb.load(tmp_path)[1], kept)
     checkpoint.save_async(tmp_path, buffer, state)
     assert_same(jrb.load(tmp_path)[1], state)  # which waits
@@ -446,11 +430,10 @@ def test_what_goes_wrong_in_the_background_comes_out_at_the_next_call(tmp_path):
             raise OSError(28, "No space left on device", path)
 
     def failing():
-        files.hook = strike
-        save = checkpoint.save_async(tmp_path, buffer, buffer.empty(state))
-        while not save.done():
-            pass
-        files.hook = None
+        with seams.hooked(strike):
+            save = checkpoint.save_async(tmp_path, buffer, buffer.empty(state))
+            while not save.done():
+                pass
         return save
 
     failing()
@@ -467,15 +450,13 @@ def test_what_goes_wrong_in_the_background_comes_out_at_the_next_call(tmp_path):
 
 def test_an_array_of_another_device_is_read_and_written_in_pieces(tmp_path, monkeypatch):
     buffer, state = filled(example={"x": jnp.zeros(3000), "k": jax.random.key(0)})
-    monkeypatch.setattr(memory, "on_host", lambda leaf: False)
-    monkeypatch.setattr(memory, "_goes_to_cpu", lambda device: False)
-    monkeypatch.setattr(memory, "PIECE", 70_000)
+    seams.read_in_pieces(monkeypatch, 70_000, on_device=True)
     there_and_back(tmp_path, buffer, state)
 
 
 def test_a_large_array_is_read_in_place(tmp_path, monkeypatch):
     buffer, state = filled(example={"x": jnp.zeros(3000)})
-    monkeypatch.setattr(memory, "PIECE", 70_000)
+    seams.read_in_pieces(monkeypatch, 70_000)
     back = there_and_back(tmp_path, buffer, state)
     again = jax.jit(buffer.add, donate_argnums=0)(
         back, testing.rows({"x": jnp.zeros(3000)}, 1.0, 3)
@@ -703,18 +684,14 @@ def test_an_h5_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
         if operation == "replace":
             raise OSError(28, "No space left on device")
 
-    files.hook = strike
-    try:
-        with pytest.raises(OSError, match="No space left"):
-            jrb.save(path, buffer, buffer.empty(state), layout="h5")
-    finally:
-        files.hook = None
+    with seams.hooked(strike), pytest.raises(OSError, match="No space left"):
+        jrb.save(path, buffer, buffer.empty(state), layout="h5")
     assert_same(jrb.load(path)[1], state)
     assert os.listdir(tmp_path) == ["file.h5"]
-    lock = Lock(Folder(os.fspath(tmp_path)), ".file.h5.jrb-new")
-    with pytest.raises(checkpoint.LockedError):
-        jrb.save(path, buffer, state, layout="h5")
-    lock.release()
+    with open(tmp_path / ".file.h5.jrb-new", "w") as file:  # as another process that saves there
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(checkpoint.LockedError):
+            jrb.save(path, buffer, state, layout="h5")
 
 
 def test_a_killed_h5_save_leaves_a_file_that_the_next_one_takes_over(tmp_path):
@@ -729,10 +706,10 @@ def test_a_killed_h5_save_leaves_a_file_that_the_next_one_takes_over(tmp_path):
 
 def forged(path, change):
     """A generation that says something else, with checksums that fit."""
-    opened = generation.newest(Folder(os.fspath(path)))
-    arrays = {name: opened.array(name, np.uint8).tobytes() for name in opened.arrays}
-    change(opened.body["meta"])
-    generation.write(Folder(os.fspath(path)), opened.body, arrays)
+    file = forging.generation_at(path)
+    head, body, rest = forging.parsed(file.read_bytes())
+    change(body["meta"])
+    file.write_bytes(forging.packed(head, body, rest))
 
 
 @pytest.mark.faults
@@ -770,11 +747,11 @@ def test_a_capacity_that_the_files_do_not_hold_is_refused(tmp_path):
 def test_a_program_that_ends_waits_for_its_saves(tmp_path):
     script = """
 import sys, threading, jax.numpy as jnp, jrb
-from jrb._store import files
+from tests import seams
 def hook(name, *rest):
     if name == "replace" and threading.current_thread() is not threading.main_thread():
         threading.main_thread().join()
-files.hook = hook
+seams.set_hook(hook)
 buffer = jrb.ReplayBuffer(1000)
 jrb.checkpoint.save_async(sys.argv[1], buffer, buffer.init({"x": jnp.zeros(5000)}))
 """
@@ -884,15 +861,13 @@ def test_a_background_save_goes_where_it_was_sent(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     go = threading.Event()
-    files.hook = hold_threads(go)
-    try:
-        save = checkpoint.save_async("saved", buffer, state)
-        monkeypatch.chdir(tmp_path / "elsewhere")
-        go.set()
+    with seams.hooked(hold_threads(go)):
+        try:
+            save = checkpoint.save_async("saved", buffer, state)
+            monkeypatch.chdir(tmp_path / "elsewhere")
+        finally:
+            go.set()
         save.wait()
-    finally:
-        go.set()
-        files.hook = None
     assert checkpoint.generations(tmp_path / "saved") == [1]
     assert_same(jrb.load(tmp_path / "saved")[1], state)
 
@@ -986,11 +961,8 @@ def test_a_disk_that_fails_under_hdf5_leaves_the_file_that_was_there(compression
             if len(seen) == fatal[0]:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-    files.hook = strike
-    try:
-        save = lambda: jrb.save(
-            path, buffer, buffer.empty(state), layout="h5", compression=compression
-        )
+    save = lambda: jrb.save(path, buffer, buffer.empty(state), layout="h5", compression=compression)
+    with seams.hooked(strike):
         save()
         total = len(seen) - 1  # but the folder's sync, after the file has its name
         jrb.save(path, buffer, state, layout="h5")
@@ -1000,8 +972,6 @@ def test_a_disk_that_fails_under_hdf5_leaves_the_file_that_was_there(compression
                 save()
             assert os.listdir(tmp_path) == ["file.h5"]
             assert checkpoint.verify(path) == []
-    finally:
-        files.hook = None
     assert total >= 4
     assert_same(jrb.load(path)[1], state)
 
@@ -1015,8 +985,7 @@ def test_verify_reads_by_pieces_of_any_size(layout, piece, tmp_path, monkeypatch
     state = buffer.extend(buffer.init({"wide": jnp.zeros(3), "x": 0}), items)
     path = tmp_path / "a"
     jrb.save(path, buffer, state, layout=layout)
-    for module in ("jrb._store.table", "jrb.checkpoint.hdf5"):
-        monkeypatch.setattr(importlib.import_module(module), "_PIECE", piece)
+    seams.verify_in_pieces(monkeypatch, piece)
     shares = []
     assert jrb.checkpoint.verify(path, shares.append) == []
     assert shares == sorted(shares)

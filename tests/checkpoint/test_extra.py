@@ -168,7 +168,7 @@ RUN = """
 import os, random, signal, sys
 import jax, jax.numpy as jnp, numpy as np
 import jrb
-from jrb._store import files
+from tests import seams
 
 path, seed, storage = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 made = {"device": jrb.DeviceStorage, "memmap": lambda: jrb.MemmapStorage(path)}[storage]()
@@ -189,7 +189,7 @@ if seed:
         left -= 1
         if not left:
             os.kill(os.getpid(), signal.SIGKILL)
-    files.hook = kill
+    seams.set_hook(kill)
 while at["step"] < 60:
     key, draw = jax.random.split(at["key"])
     row = {"x": at["w"] + jax.random.normal(draw, (2, 2)),

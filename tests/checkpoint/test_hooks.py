@@ -11,7 +11,8 @@ import pytest
 
 import jrb
 from jrb import authoring, checkpoint, testing
-from tests.checkpoint.test_checkpoint import BUFFERS, TED, assert_same, filled, written
+from tests.checkpoint.test_checkpoint import BUFFERS, TED, assert_same, filled
+from tests.seams import bytes_written
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.CopyWarning")]
 
@@ -167,15 +168,15 @@ def test_only_what_is_new_is_encoded_and_written(tmp_path):
         return {"x": items["x"].astype(np.float16)}
 
     save = functools.partial(jrb.save, tmp_path, buffer, encode=half)
-    whole = written(lambda: save(state))
+    whole = bytes_written(lambda: save(state))
     assert whole > 0.9 * 8000 * 2048
     assert max(seen) * 4096 <= checkpoint.schema.PIECE
     for seed in range(2, 6):
         state = buffer.extend(state, rows(50, seed))
         seen.clear()
-        assert written(lambda: save(state)) < 0.1 * whole  # noqa: B023
+        assert bytes_written(lambda: save(state)) < 0.1 * whole  # noqa: B023
         assert sum(seen) < 100 + 3000
-    assert written(lambda: save(state, encode=lambda items: half(items))) > 0.9 * whole
+    assert bytes_written(lambda: save(state, encode=lambda items: half(items))) > 0.9 * whole
     _, back = jrb.load(tmp_path, decode=lambda saved: {"x": saved["x"].astype(np.float32)})
     want = jrb.items(buffer, state)["x"].astype(np.float16)
     np.testing.assert_array_equal(jrb.items(buffer, back)["x"], want)
@@ -389,7 +390,7 @@ def test_it_is_small_and_goes_on_through_draws(tmp_path):
         rows=5, example={**TED, "frame": jnp.zeros(5000)}, unit=jrb.NStep(2, 0.9)
     )
     items = jrb.items(buffer, state)
-    assert written(lambda: jrb.save(tmp_path, buffer, state, items=False)) < 20_000
+    assert bytes_written(lambda: jrb.save(tmp_path, buffer, state, items=False)) < 20_000
     size = sum(os.path.getsize(os.path.join(at, n)) for at, _, ns in os.walk(tmp_path) for n in ns)
     assert size < 20_000
     empty = buffer.init({**TED, "frame": jnp.zeros(5000)})

@@ -1,5 +1,6 @@
 """A save that is killed, or fails, at every operation on a file: the old state or the new one."""
 
+import contextlib
 import os
 import shutil
 
@@ -10,7 +11,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from jrb._store import files, threads
+from tests import seams
 from tests.checkpoint.test_hooks import negated, restored
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -80,24 +81,15 @@ KILLED = [(name, name in ("encode", "several")) for name in CASES]  # some of th
 def test_a_save_that_is_killed_at_any_moment_has_happened_or_not(
     name, background, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(threads, "WORKERS", 1)  # or a copy would be of several moments
+    seams.use_one_thread(monkeypatch)
     buffer, old, new, out, back = CASES[name]
-    path, copies = tmp_path / "saved", []
+    path = tmp_path / "saved"
     jrb.save(path, buffer, old, extra={"step": 0}, **out)
-
-    def copy(*event):
-        copies.append(tmp_path / str(len(copies)))
-        shutil.copytree(path, copies[-1])
-
-    files.hook = copy
-    try:
+    with seams.copied_at_each_operation(path, tmp_path) as copies:
         if background:
-            save = checkpoint.save_async(path, buffer, new, extra={"step": 1}, **out)
-            save.wait()
+            checkpoint.save_async(path, buffer, new, extra={"step": 1}, **out).wait()
         else:
             jrb.save(path, buffer, new, extra={"step": 1}, **out)
-    finally:
-        files.hook = None
     states = [found(one, buffer, (old, new), back) for one in copies]
     assert states == sorted(states)
     assert {0, 1} == set(states)
@@ -120,13 +112,8 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_old_or_the_new(name, tmp_
             if left[0] == -1:
                 raise OSError(28, "No space left on device")
 
-        files.hook = strike
-        try:
+        with seams.hooked(strike), contextlib.suppress(OSError):
             jrb.save(path, buffer, new, extra={"step": 1}, **out)
-        except OSError:
-            pass
-        finally:
-            files.hook = None
         over = left[0] >= 0
         assert found(path, buffer, (old, new), back) in (1,) if over else (0, 1)
         jrb.save(path, buffer, new, extra={"step": 1}, **out)

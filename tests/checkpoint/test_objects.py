@@ -15,7 +15,7 @@ import pytest
 
 import jrb
 from jrb import authoring, checkpoint
-from tests.checkpoint.test_checkpoint import written
+from tests.seams import bytes_written
 
 pytestmark = pytest.mark.slow
 
@@ -152,7 +152,7 @@ def test_whatever_is_written_and_removed_every_save_holds_it(envs, seed, tmp_pat
 
 def test_an_empty_one_takes_no_room(tmp_path):
     buffer, state = made([], capacity=100_000)
-    assert written(lambda: jrb.save(tmp_path, buffer, state)) < 1_000_000
+    assert bytes_written(lambda: jrb.save(tmp_path, buffer, state)) < 1_000_000
     buffer, back = jrb.load(tmp_path)
     assert jrb.items(buffer, back) == []
     there_and_back(tmp_path, buffer, buffer.add(back, "x"))

@@ -1,6 +1,5 @@
 """Checkpoints of sharded states: exact on any number of devices, whole whatever dies when."""
 
-import itertools
 import os
 import shutil
 import threading
@@ -13,10 +12,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jrb
 from jrb import checkpoint
-from jrb._core import memory
-from jrb._store import files, threads
 from jrb.checkpoint import api, descriptions, saving
 from jrb.checkpoint.saving import ExtraData
+from tests import seams
 
 pytestmark = [
     pytest.mark.slow,
@@ -153,20 +151,8 @@ def test_a_second_save_writes_what_is_new(tmp_path):
     state = filled_wide(sharded)
     jrb.save(tmp_path, sharded, state)
     state = sharded.add(state, {"x": jnp.ones((E, 64))})
-    written = bytes_written(tmp_path, sharded, state)
+    written = seams.bytes_written(lambda: jrb.save(tmp_path, sharded, state))
     assert 0 < written < 0.2 * sharded.nbytes({"x": jnp.zeros(64)})
-
-
-def bytes_written(path, sharded, state):
-    """How many a save writes."""
-    calls = []
-    files.hook = lambda name, path, *rest: calls.append(rest)
-    try:
-        jrb.save(path, sharded, state)
-    finally:
-        files.hook = None
-    parts = itertools.chain.from_iterable(calls)
-    return sum(len(part) for part in parts if isinstance(part, bytes | memoryview))
 
 
 def filled_wide(sharded):
@@ -247,7 +233,7 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
 
     for name in ("_expire_parts", "close"):
         monkeypatch.setattr(saving.GroupJob, name, in_turn(getattr(saving.GroupJob, name)))
-    monkeypatch.setattr(threads, "WORKERS", 1)
+    seams.use_one_thread(monkeypatch)
     told = [None] * count
 
     def run(number):
@@ -285,19 +271,11 @@ def test_processes_that_are_killed_at_any_moment_leave_the_old_or_the_new(
     count, tmp_path, monkeypatch
 ):
     sharded = jrb.Sharded(BUFFER, S)
-    old, path, copies = filled(sharded), tmp_path / "set", []
+    old, path = filled(sharded), tmp_path / "set"
     new = sharded.add(old, rows(np.random.default_rng(1), E))
     assert saved_by(count, path, sharded, old, monkeypatch, extra=step(0)) == [1] * count
-
-    def copy(*event):
-        copies.append(tmp_path / str(len(copies)))
-        shutil.copytree(path, copies[-1])
-
-    files.hook = copy
-    try:
+    with seams.copied_at_each_operation(path, tmp_path) as copies:
         told = saved_by(count, path, sharded, new, monkeypatch, extra=step(1))
-    finally:
-        files.hook = None
     assert told == [2] * count
     found = [there(one, sharded, (old, new)) for one in copies]
     assert found == sorted(found)
@@ -323,11 +301,8 @@ def test_a_disk_that_fails_in_one_process_fails_the_save_of_all(strikes, tmp_pat
             if left[0] == -1:
                 raise OSError(28, "No space left on device")
 
-        files.hook = strike
-        try:
+        with seams.hooked(strike):
             told = saved_by(count, path, sharded, new, monkeypatch, extra=step(1))
-        finally:
-            files.hook = None
         over = left[0] >= 0
         failed = [isinstance(one, OSError) for one in told]
         assert failed == [False] * count if over else any(failed)
@@ -364,30 +339,25 @@ def test_one_that_fails_before_it_writes_says_so_to_the_others():
 # A state under vmap that lies on several devices, as a plain buffer on each has it.
 
 
-@pytest.mark.parametrize("spec", [("data",), (None, "data"), ()])
-def test_bytes_are_read_from_the_device_that_has_them(spec):
+@pytest.mark.parametrize("spec", [("data",), (None, "data"), (None, None, "data"), ()])
+@pytest.mark.parametrize("piece", [24, 1000])
+def test_bytes_are_read_from_the_device_that_has_them(spec, piece, tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = {"x": rng.normal(size=(8, 24, 20)).astype(np.float32)}
+    buffer = jrb.ReplayBuffer(24)
+    state = jax.vmap(lambda items: buffer.extend(buffer.init({"x": jnp.zeros(20)}), items))(rows)
     where = NamedSharding(mesh_of(4), PartitionSpec(*spec))
-    array = np.random.default_rng(0).normal(size=(8, 4, 5)).astype(np.float32)
-    read, want = memory.reader(jax.device_put(array, where)), array.tobytes()
-    rng = np.random.default_rng(1)
-    for start, stop in rng.integers(0, array.size + 1, (50, 2)).tolist():
-        start, stop = 4 * min(start, stop), 4 * max(start, stop)
-        assert bytes(read(start, stop)) == want[start:stop]
-
-
-def test_a_part_of_an_array_is_read_like_an_array():
-    array = np.random.default_rng(0).integers(0, 9, (3, 4, 5), np.int32)
-    part = memory.Part(jnp.asarray(array), 1)
-    assert (part.shape, part.ndim, part.size, part.dtype) == ((4, 5), 2, 20, jnp.int32)
-    assert bytes(memory.reader(part)(8, 60)) == array[1].tobytes()[8:60]
-    np.testing.assert_array_equal(np.asarray(part), array[1])
-    np.testing.assert_array_equal(part[2:], array[1][2:])
+    storage = jax.tree.map(lambda leaf: jax.device_put(leaf, where), state.storage)
+    seams.read_in_pieces(monkeypatch, piece)
+    jrb.save(tmp_path, buffer, state.replace(storage=storage))
+    monkeypatch.undo()
+    assert_same(jrb.load(tmp_path)[1], jax.device_get(state))
 
 
 def test_large_leaves_of_another_device_are_saved_where_they_lie(tmp_path, monkeypatch):
     sharded = jrb.Sharded(BUFFER, S, mesh_of(2))
     state = filled(sharded)
-    monkeypatch.setattr(memory, "on_host", lambda leaf: isinstance(leaf, np.ndarray))
+    seams.keep_on_device(monkeypatch)
     jrb.save(tmp_path, sharded, state)
     monkeypatch.undo()
     assert_same(jax.device_get(jrb.load(tmp_path)[1]), jax.device_get(state))

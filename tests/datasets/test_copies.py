@@ -18,8 +18,8 @@ import pytest
 
 import jrb
 from jrb import authoring, datasets, migrate
-from jrb._store import files
 from jrb.datasets import copies, filling
+from tests import seams
 
 pytestmark = pytest.mark.slow
 
@@ -160,13 +160,12 @@ def test_a_copy_goes_on_where_it_was(dataset, tmp_path, envs, monkeypatch, caplo
     rng, deaths, state = np.random.default_rng(0), 0, None
     while state is None:
         at = int(rng.integers(30, 200)) if deaths < 12 else 10**6
-        monkeypatch.setattr(files, "hook", dying(at))
-        try:
-            buffer, state = make()
-        except Died:
-            deaths += 1
+        with seams.hooked(dying(at)):
+            try:
+                buffer, state = make()
+            except Died:
+                deaths += 1
         gc.collect()
-    monkeypatch.setattr(files, "hook", lambda *event: None)
     assert deaths >= 3
     assert "continuing a copy" in caplog.text
     want = dataset.buffer(num_envs=envs, sampler=jrb.Prioritized(), batch_size=4)
@@ -183,8 +182,8 @@ def test_a_copy_goes_on_where_it_was(dataset, tmp_path, envs, monkeypatch, caplo
 KILLED = """
 import os, random, signal, sys
 import jrb
-from jrb._store import files
-from jrb.datasets import copies, filling
+from jrb.datasets import filling
+from tests import seams
 
 source, path, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 filling._PIECE, filling._BETWEEN = 100, 200
@@ -194,7 +193,7 @@ def kill(*event):
     left -= 1
     if not left:
         os.kill(os.getpid(), signal.SIGKILL)
-files.hook = kill
+seams.set_hook(kill)
 jrb.datasets.open(source).buffer(storage=jrb.MemmapStorage(path))
 """
 

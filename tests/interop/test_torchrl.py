@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._store.errors import DamagedError
+from jrb.checkpoint import DamagedError
 from jrb.interop.torchrl import read_torchrl, write_torchrl
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._core import eager
-from jrb._store import files
+from tests import seams
 
 pytestmark = pytest.mark.slow
 
@@ -80,8 +79,7 @@ CASES = [
 
 @pytest.fixture
 def in_place(monkeypatch):
-    """Compiled verbs write small states in place too, which are copied else."""
-    monkeypatch.setattr(eager, "_MANY_ELEMENTS", 0)
+    seams.write_small_states_in_place(monkeypatch)
 
 
 @pytest.mark.parametrize("verbs", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
@@ -468,17 +466,15 @@ def test_prefetch_draws_again_where_rows_went_meanwhile():
     "error", [OSError(errno.ENOSPC, "full"), MemoryError(), KeyboardInterrupt()]
 )
 @pytest.mark.parametrize("verbs", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
-def test_a_write_that_failed_has_not_happened(storage, error, verbs, in_place, monkeypatch):
+def test_a_write_that_failed_has_not_happened(storage, error, verbs, in_place):
     buffer, state = pair(storage())
     state = buffer.extend(state, numbered(*range(8)))
 
     def strike(operation, *rest):
         raise error
 
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "hook", strike)
-        with pytest.raises(type(error)):
-            verbs(buffer).add(state, {"x": jnp.ones(2)})
+    with seams.hooked(strike), pytest.raises(type(error)):
+        verbs(buffer).add(state, {"x": jnp.ones(2)})
     np.testing.assert_array_equal(buffer.take(state, jnp.arange(8))["x"][:, 0], range(8))
     state = buffer.add(state, {"x": jnp.full(2, 9.0)})
     np.testing.assert_array_equal(

@@ -1,5 +1,6 @@
 """Environments that are written one without the other, against a buffer for each of them."""
 
+import dataclasses
 import functools
 import gc
 import operator
@@ -10,9 +11,8 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._core import steps
 from jrb.authoring import context_of
-from jrb.types import Draw
+from jrb.types import Draw, Sampler, component
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +93,16 @@ def verbs(buffer, given, slots, leave_out):
     return verbs
 
 
+@component
+class EverySlot(Sampler):
+    """Draws each slot once, in their order."""
+
+    def draw(self, ring, state, anchors, key, batch_size, beta=None):
+        ones = jnp.ones(batch_size)
+        slots = jnp.arange(batch_size, dtype=jnp.int32)
+        return state, Draw(slots=slots, probabilities=ones, weights=ones, mask=ones > 0)
+
+
 def seen(buffer, state):
     """All that can be seen of a state, by slots `[N]`."""
     context = context_of(buffer, state.writer)
@@ -101,9 +111,8 @@ def seen(buffer, state):
     slots, _ = anchors.nth(jnp.minimum(place, jnp.maximum(anchors.count - 1, 0)), jax.random.key(0))
     there = jnp.zeros(buffer.capacity, bool)
     there = there.at[jnp.where(place < anchors.count, slots, N)].set(True, mode="drop")
-    ones = jnp.ones(buffer.capacity)
-    drawn = Draw(slots=place, probabilities=ones, weights=ones, mask=there)
-    batch = steps.assemble(buffer, state, drawn, jax.random.key(0))
+    reader = dataclasses.replace(buffer, sampler=EverySlot())
+    batch = reader.sample(state.replace(sampler={}), jax.random.key(0), batch_size=buffer.capacity)
     data, info = batch.data, batch.info
     held = context.held.holds(buffer.ring, place)
     found = {"there": there, "held": held, "data": data, "info": info}

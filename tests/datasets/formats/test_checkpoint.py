@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import authoring
-from jrb._store.errors import DamagedError, LostWarning, StaleError
+from jrb import LostWarning, StaleError, authoring
+from jrb.checkpoint import DamagedError
 from tests.datasets.access import assert_same
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._store.errors import DamagedError
+from jrb.checkpoint import DamagedError
 
 DATA = pathlib.Path(__file__).parents[2] / "data" / "torchrl"
 DUMPS = sorted(path.stem for path in DATA.glob("*_[12]d_*.npz") if "sampler" not in path.name)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._store import files
 from jrb.datasets import Recorder
+from tests import seams
 from tests._store import faults
 from tests.datasets.recording.recordings import assert_same, item, stacked
 
@@ -68,13 +68,10 @@ def test_a_kill_at_any_operation_leaves_all_that_was_sealed(tmp_path):
         shutil.copytree(path, there)
         seen.append((there, recorder.sealed, recorder.sealed + recorder.held))
 
-    files.hook = copy
-    try:
+    with seams.hooked(copy):
         for call in calls(recorder):
             call()
         recorder.close()
-    finally:
-        files.hook = None
     counts = [held(there) for there, *_ in seen]
     assert counts == sorted(counts)
     assert len(set(counts)) > 3
@@ -92,19 +89,18 @@ def test_a_disk_that_fails_at_any_operation_loses_nothing(code, tmp_path):
     while not over:
         path = tmp_path / str(number)
         recorder = Recorder(path, chunk=4)
-        files.hook = hook = faults.At(number + 1, faults.strike(code))
         failed = 0
-        for call in [*calls(recorder), recorder.close]:
-            before = recorder.held + recorder.sealed
-            try:
-                call()
-            except OSError as error:
-                failed += error.errno == code
-                assert recorder.held + recorder.sealed == before
-                if os.path.exists(path):
-                    assert recorder.sealed <= held(path) <= before
-                call()  # now there is room
-        files.hook = None
+        with seams.hooked(faults.At(number + 1, faults.strike(code))) as hook:
+            for call in [*calls(recorder), recorder.close]:
+                before = recorder.held + recorder.sealed
+                try:
+                    call()
+                except OSError as error:
+                    failed += error.errno == code
+                    assert recorder.held + recorder.sealed == before
+                    if os.path.exists(path):
+                        assert recorder.sealed <= held(path) <= before
+                    call()  # now there is room
         over = hook.count <= number
         assert failed == (not over)
         assert held(path) == COUNT
@@ -117,18 +113,17 @@ def test_a_loss_of_power_leaves_all_that_was_sealed(seed, tmp_path):
     path, log, sealed = tmp_path / "now", [], []
     path.mkdir()
     shutil.copytree(path, tmp_path / "before")
-    files.hook = lambda *event: (
-        log.append(tuple(bytes(v) if isinstance(v, memoryview) else v for v in event)),
-        sealed.append(recorder.sealed if recorder else 0),
-    )
     recorder = None
-    try:
+
+    def note(*event):
+        log.append(tuple(bytes(v) if isinstance(v, memoryview) else v for v in event))
+        sealed.append(recorder.sealed if recorder else 0)
+
+    with seams.hooked(note):
         recorder = Recorder(path, chunk=4)
         for call in calls(recorder):
             call()
         recorder.close()
-    finally:
-        files.hook = None
     rng = random.Random(seed)
     for stop in range(len(log) + 1):
         faults.crashed(tmp_path / "before", path, log, stop, rng)
@@ -168,10 +163,9 @@ def test_an_interrupt_at_any_line_leaves_a_recorder_that_goes_on(tmp_path):
 
 def test_an_interrupt_or_a_failure_before_the_first_item_can_be_made_good(tmp_path):
     recorder = Recorder(tmp_path)
-    files.hook = faults.At(3, faults.strike(28))
-    with pytest.raises(OSError, match="No space"):
+    failing = seams.hooked(faults.At(3, faults.strike(28)))
+    with failing, pytest.raises(OSError, match="No space"):
         recorder.add(item(0))
-    files.hook = None
     assert held(tmp_path) == 0
     recorder.add(item(0, how(0)))
     recorder.close()
