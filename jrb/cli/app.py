@@ -14,6 +14,7 @@ typer: Any = require("typer", "cli")
 _option = typer.Option
 
 _BENCHMARKS, _TRACEBACK, _INTERRUPTED = "jrb._benchmarks", "--traceback", 130
+_LARGEST = 2**31 - 1  # of JAX's integers
 
 _UsageError: Any = next(  # typer has no name for what it raises for a wrong call
     base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError"
@@ -47,13 +48,20 @@ def demo(
     env: Annotated[
         str, _option(help="a gymnax environment with discrete actions; a wrong name lists them")
     ] = ("Breakout-MinAtar"),
-    steps: Annotated[int, _option(help="environment steps of each training", min=1)] = 400_000,
-    seeds: Annotated[int, _option(help="number of trainings, run together under vmap", min=1)] = 1,
-    seed: Annotated[int, _option(help="the first seed")] = 0,
-    devices: Annotated[
-        int, _option(help="number of devices; simulated on the CPU if there are fewer", min=1)
+    steps: Annotated[
+        int, _option(help="environment steps of each training", min=1, max=_LARGEST)
+    ] = 400_000,
+    seeds: Annotated[
+        int, _option(help="number of trainings, run together under vmap", min=1, max=_LARGEST)
     ] = 1,
-    out: Annotated[str, _option(help="path of the picture")] = "jrb-demo.png",
+    seed: Annotated[int, _option(help="the first seed", min=-_LARGEST, max=_LARGEST)] = 0,
+    devices: Annotated[
+        int,
+        _option(help="number of devices; simulated on the CPU if there are fewer", min=1, max=64),
+    ] = 1,
+    out: Annotated[
+        str, _option(help="path of the picture", callback=sources.picture_path)
+    ] = "jrb-demo.png",
 ) -> None:
     """Train a double DQN, all of it inside one jit."""
     if devices > 1:
@@ -173,7 +181,8 @@ def run(arguments: list[str]) -> int:
             raise
         line, status = str(error), 2 if isinstance(error, sources.NOT_THERE) else 1
         if isinstance(error, OSError) and error.strerror:
-            line = f"{error.filename or 'a file'}: {error.strerror.lower()}."
+            line = f"{error.strerror.lower()}."
+            line = f"{error.filename}: {line}" if error.filename else line
         is_for_people = isinstance(error, OSError | ValueError | TypeError | ImportError)
         if not line or not (is_for_people or isinstance(error, RuntimeError)):
             line = f"{type(error).__name__}: {line} ({_TRACEBACK} shows where.)"

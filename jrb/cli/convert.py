@@ -31,13 +31,16 @@ _LOST = {
 data: Any = typer.Typer(
     help="List, copy and delete datasets.", no_args_is_help=True, rich_markup_mode=None
 )
-Root = Annotated[str | None, typer.Option(help="The folder. Default: the cache of the user.")]
+Root = Annotated[
+    str | None,
+    typer.Option(help="The folder. Default: the cache of the user.", callback=sources.user_path),
+]
 
 
 def convert(
     source: Annotated[str, sources.SOURCE],
     dest: Annotated[
-        str, typer.Argument(help="The path of the result.", callback=os.path.expanduser)
+        str, typer.Argument(help="The path of the result.", callback=sources.user_path)
     ],
     to: Annotated[
         str, typer.Option("--to", metavar="|".join(FORMATS), help="The format of the result.")
@@ -76,10 +79,7 @@ def _removing() -> Any:
 
 def _check_dest(source: str, dest: str, overwrite: bool) -> None:
     """Raises unless the result may go there."""
-    one, other = os.path.realpath(source), os.path.realpath(dest)
-    is_same = os.path.exists(dest) and os.path.samefile(source, dest)
-    if is_same or os.path.commonpath([one, other]) in (one, other):
-        raise ValueError(f"{dest}: expected a path apart from that of the source, got {source}.")
+    sources.check_apart(source, dest)
     if not os.path.lexists(dest):
         return
     if not overwrite:
@@ -183,6 +183,8 @@ def list_(
     root: Root = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """List the datasets in a folder."""
+    if root is not None:
+        os.scandir(root).close()  # raises where there is no folder
     counts = ("episodes", "transitions", "nbytes")
     rows = [
         {"name": name, "kind": one.format.name, **{key: getattr(one, key) for key in counts}}
@@ -215,12 +217,20 @@ def delete(
 
 @data.command()
 def copy(
-    source: Annotated[str, typer.Argument(help="A dataset of any kind.")],
-    dest: Annotated[str, typer.Argument(help="The path of the new store; jrb.load reads it.")],
+    source: Annotated[
+        str, typer.Argument(help="A dataset of any kind.", callback=sources.user_path)
+    ],
+    dest: Annotated[
+        str,
+        typer.Argument(
+            help="The path of the new store; jrb.load reads it.", callback=sources.user_path
+        ),
+    ],
 ) -> None:
     """Copy a dataset into memory-mapped files. Run it again to go on after a stop."""
     jrb: Any = importlib.import_module("jrb")
     with importlib.import_module("jrb.authoring").enable_x64():
         dataset = sources.dataset(source)
+        sources.check_apart(source, dest)
         dataset.buffer(storage=jrb.MemmapStorage(dest), cast=False)
     console.show(console.plain(f"{dest} holds {dataset.transitions:,} transitions."))

@@ -37,7 +37,12 @@ def inspect(
     path: Annotated[str, sources.SOURCE],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Save a plot of the buffer as PNG or SVG.")
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Save a plot of the buffer as PNG or SVG.",
+            callback=sources.picture_path,
+        ),
     ] = None,
 ) -> None:
     """Show the contents of PATH."""
@@ -65,7 +70,7 @@ def _plot(path: str, kind: str, file: str) -> None:
             raise ValueError(
                 f"{path}: expected a single buffer for --plot, got several. Name a part."
             )
-        jrb.plot.state(buffer, state).savefig(os.path.expanduser(file), dpi=150)
+        jrb.plot.state(buffer, state).savefig(file, dpi=150)
 
 
 def disk(path: str) -> int:

@@ -1,7 +1,9 @@
 """Finds out whether a path is a checkpoint, a store or a dataset, and verifies it."""
 
+import contextlib
 import importlib
 import os
+import stat
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -15,8 +17,32 @@ typer: Any = require("typer", "cli")
 FOLDER, FILE, OTHER = "folder", "file", "other"
 """A checkpoint or a store in a folder; one in HDF5; anything else, perhaps a dataset."""
 
+
+def user_path(text: str | None) -> str | None:
+    """Returns a path in which `~` is the home folder: the callback of options that are paths."""
+    if text is not None and (not text or "\0" in text):
+        raise typer.BadParameter(f"expected a path, got {text!r}.")
+    return text and os.path.expanduser(text)
+
+
+def picture_path(text: str | None) -> str | None:
+    """As `user_path`; raises unless a picture can be written there."""
+    path = user_path(text)
+    if path is None:
+        return None
+    formats = require("matplotlib.figure", "plot").Figure().canvas.get_supported_filetypes()
+    if os.path.splitext(path)[1][1:].lower() not in formats:
+        raise typer.BadParameter(f"expected a file such as state.png or state.svg, got {path}.")
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            raise typer.BadParameter(f"expected a file, got the folder {path}.")
+    if not os.access(os.path.dirname(path) or ".", os.W_OK):
+        raise typer.BadParameter(f"expected a file in a folder to write in, got {path}.")
+    return path
+
+
 SOURCE: Any = typer.Argument(
-    help="A checkpoint, a store, or a dataset of any kind.", callback=os.path.expanduser
+    help="A checkpoint, a store, or a dataset of any kind.", callback=user_path
 )
 """The argument of commands that read."""
 
@@ -64,6 +90,14 @@ def dataset(path: str) -> Any:
             f"{path}: expected a checkpoint, a store, or a dataset of a format that jrb knows, "
             "found something else."
         ) from error
+
+
+def check_apart(source: str, dest: str) -> None:
+    """Raises if one of two paths is the other, or in it."""
+    one, other = os.path.realpath(source), os.path.realpath(dest)
+    is_same = os.path.exists(dest) and os.path.samefile(source, dest)
+    if is_same or os.path.commonpath([one, other]) in (one, other):
+        raise ValueError(f"{dest}: expected a path apart from that of the source, got {source}.")
 
 
 def buffer(path: str) -> tuple[Any, Any]:

@@ -20,6 +20,7 @@ _PARTS = 8
 def main(env: str, steps: int, seeds: int, seed: int, out: str, devices: int = 1) -> None:
     """Trains behind a progress bar, prints a table, and writes the picture to `out`."""
     config = training.Config(env=env, steps=steps, seeds=seeds, seed=seed, devices=devices)
+    training.Agent(config)  # raises before anything is shown
     console = rich_console.Console()
     columns = (
         rich_progress.TextColumn("{task.description}"),

@@ -121,6 +121,12 @@ class Environment:
         self.env: Any = None
         self.params: Any = None
         self.env, self.params = gymnax.make(name)
+        space = self.env.action_space(self.params)
+        if not isinstance(space, gymnax.environments.spaces.Discrete):
+            raise ValueError(
+                f"env: expected an environment with discrete actions, got {name!r}, whose space "
+                f"of actions is a {type(space).__name__}."
+            )
         example = jax.eval_shape(self.reset, jax.random.key(0))[0]
         # MinAtar's planes are zeros and ones: stored as bool, they take a quarter.
         self.dtype: Any = jnp.bool_ if len(example.shape) == 4 else jnp.float32

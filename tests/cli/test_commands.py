@@ -658,3 +658,83 @@ def test_a_state_on_the_host_tells_its_bytes():
     state = buffer.init({"x": np.zeros(1000, np.uint8)})
     assert repr(state).startswith("BufferState, 24 B and 1.0 MB on the host")
     assert "1.0 MB on the host" in state._repr_html_()
+
+
+WRONG_PATHS = {
+    "empty": "",
+    "nul": "a\0b",
+    "no suffix": "picture",
+    "only a suffix": ".png",
+    "folder": "folder",
+    "folder with a suffix": "folder.png",
+    "no folder": "nowhere/a.png",
+    "below a file": "file/a.png",
+    "format": "a.docx",
+    "long": "x" * 300 + ".png",
+}
+
+
+@pytest.mark.parametrize("path", WRONG_PATHS.values(), ids=WRONG_PATHS)
+@pytest.mark.parametrize("command", ["inspect", "demo"])
+def test_pictures_that_cannot_be_written_are_refused_at_once(
+    command, path, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder", "folder.png"):
+        os.mkdir(name)
+    (tmp_path / "file").write_bytes(b"")
+    source, before = make("native", tmp_path), sorted(tmp_path.rglob("*"))
+    wrong = ["inspect", source, "--plot", path] if command == "inspect" else ["demo", "--out", path]
+    status, out, err = call(capsys, *wrong)
+    assert (status in (1, 2), out, err.count("\n")) == (True, "", 1)
+    assert "--traceback" not in err and sorted(tmp_path.rglob("*")) == before
+
+
+WRONG_DEMOS = {
+    "continuous actions": (["--env", "Pendulum-v1"], "discrete actions"),
+    "steps": (["--steps", "9" * 20], "less than or equal to"),
+    "seeds": (["--seeds", "9" * 20], "less than or equal to"),
+    "seed": (["--seed", "9" * 20], "less than or equal to"),
+    "devices": (["--devices", "1000000"], "less than or equal to"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG_DEMOS.values(), ids=WRONG_DEMOS)
+def test_demos_that_cannot_run_are_refused_at_once(options, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = call(capsys, "demo", *options)
+    assert (status in (1, 2), out, err.count("\n")) == (True, "", 1)
+    assert words in err and "--traceback" not in err and not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_what_is_no_path_is_refused_by_every_command(path, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = make("native", tmp_path)
+    calls = [[name, path] for name in ("inspect", "verify", "stats")]
+    calls += [["convert", path, "x", "--to", "h5"], ["convert", source, path, "--to", "h5"]]
+    calls += [["data", "copy", path, "x"], ["data", "copy", CARTPOLE, path]]
+    calls += [["data", "list", "--root", path], ["data", "delete", "x", "-y", "--root", path]]
+    for words in calls:
+        status, out, err = call(capsys, *words)
+        assert (status, out, err.count("\n")) == (2, "", 1), words
+        assert "expected a path" in err
+    assert os.listdir(tmp_path) == ["native"]
+
+
+def test_a_copy_is_not_put_into_what_it_copies(tmp_path, capsys):
+    path = make("recorded", tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    for dest in (path, path + "/copy", tmp_path):
+        status, out, err = call(capsys, "data", "copy", path, dest)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert "apart from that of the source" in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("what", ["nothing", "file"])
+def test_datasets_are_listed_in_folders_only(what, tmp_path, capsys):
+    (tmp_path / "file").write_bytes(b"")
+    status, out, err = call(capsys, "data", "list", "--root", tmp_path / what)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert ("no such file" if what == "nothing" else "not a directory") in err
