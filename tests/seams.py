@@ -31,12 +31,17 @@ def hooked(hook):
 
 @contextlib.contextmanager
 def copied_at_each_operation(path, into):
-    """Gives a list, which gains a copy of a folder before every operation."""
-    copies = []
+    """Gives a list, which gains a copy of a folder before every operation that finds it changed."""
+    copies, before = [], None
 
     def copy(*event):
-        copies.append(into / str(len(copies)))
-        shutil.copytree(path, copies[-1])
+        nonlocal before
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        content = [(file, file.read_bytes()) for file in files]
+        if content != before:
+            copies.append(into / str(len(copies)))
+            shutil.copytree(path, copies[-1])
+        before = content
 
     with hooked(copy):
         yield copies

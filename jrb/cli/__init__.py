@@ -4,6 +4,7 @@ What needs JAX is imported where it is used: a store is inspected and verified w
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: always, with the status: 0; 1 for damage or a failure; 2 for a wrong call,
             or a path without a file of ours; 130 for an interrupt.
     """
+    # The number of a closed stream would go to the next file that is opened, into which libraries
+    # would then write their messages.
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     try:
         app = importlib.import_module("jrb.cli.app")
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jrb._util import checks, pytree
 from jrb._xla import random_bits
-from jrb.transforms.leaves import LeafTransform, Paths, dtype_name
+from jrb.transforms.leaves import LeafTransform, Paths, check_numbers, dtype_name
 from jrb.types import Item, TransformContext
 
 Axes = tuple[int, int]  # of height and width
@@ -39,6 +39,7 @@ class ToFloat(LeafTransform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_numbers("ToFloat", scale=self.scale)
         object.__setattr__(self, "dtype", dtype_name("ToFloat", self.dtype))
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
@@ -121,6 +122,15 @@ class Resize(ImageTransform):
     paths: Paths | None = None
     layout: Layout = "HWC"
     method: str = "linear"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            jax.image.ResizeMethod.from_string(self.method)
+        except (ValueError, TypeError):
+            raise ValueError(
+                f"Resize: method: expected one of jax.image.resize, got {self.method!r}."
+            ) from None
 
     def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
         shape = list(leaf.shape)

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -24,6 +25,14 @@ def check_paths(name: str, paths: Any) -> None:
     """Raises unless `paths` is a tuple of paths, or None."""
     if paths is not None and (isinstance(paths, str) or not isinstance(paths, tuple)):
         raise TypeError(f"{name}: paths: expected a tuple of paths, got {paths!r}. Write (path,).")
+
+
+def check_numbers(name: str, **values: Any) -> None:
+    """Raises unless each value is a finite number, or a tuple of finite numbers."""
+    for option, value in values.items():
+        each = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(one, numbers.Real) and math.isfinite(one) for one in each):
+            raise ValueError(f"{name}: {option}: expected finite numbers, got {value!r}.")
 
 
 def dtype_name(name: str, dtype: DType) -> str:
@@ -149,6 +158,7 @@ class Normalize(LeafTransform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_numbers("Normalize", mean=self.mean, std=self.std)
         sizes = {np.size(self.mean), np.size(self.std)} - {1}
         if len(sizes) > 1:
             raise ValueError(f"Normalize: expected mean and std of one length, got {sizes}.")
@@ -218,6 +228,10 @@ class Scale(LeafTransform):
     offset: float = 0.0
     paths: Paths | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers("Scale", factor=self.factor, offset=self.offset)
+
     def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
         return pytree.wide(leaf) * self.factor + self.offset
 
@@ -244,6 +258,7 @@ class RewardToGo(Transform):
 
     def __post_init__(self) -> None:
         checks.fraction("discount", self.discount)
+        checks.path("to", self.to)
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the data, with one leaf more for each leaf of the reward."""

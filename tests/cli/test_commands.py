@@ -519,6 +519,26 @@ def strict(text):
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    ["verify PATH >&-", "inspect PATH --json >&-", "verify PATH 2>&-", "stats PATH <&- >&- 2>&-"],
+)
+def test_closed_streams_are_no_error(command, tmp_path):
+    program = f"{sys.executable} -c 'from jrb.cli import main; main()' "
+    path = make("native", tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    done = subprocess.run(
+        ["sh", "-c", program + command.replace("PATH", path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("is whole" in done.stdout) == (command == "verify PATH 2>&-")
+    assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+
 def test_json_has_no_numbers_that_json_does_not_have(tmp_path, capsys):
     buffer, state = paths.filled()
     items = paths.stream()

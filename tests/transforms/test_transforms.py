@@ -382,3 +382,20 @@ def test_a_discount_of_0_leaves_out_what_comes_later():
     windows = {"next": {"reward": rewards, "done": jnp.zeros((1, 4), jnp.bool_)}}
     out = tr.RewardToGo(0.0).apply(windows, batch(jnp.ones((1, 4), jnp.bool_)))
     np.testing.assert_array_equal(out["next"]["reward_to_go"], rewards)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: tr.Scale(float("inf")), "Scale: factor: expected finite numbers, got inf"),
+        (lambda: tr.Scale(1.0, "x"), "Scale: offset: expected finite numbers"),
+        (lambda: tr.Normalize((0.0, float("nan")), 1.0), "Normalize: mean: expected fin"),
+        (lambda: tr.Normalize(0.0, None), "Normalize: std: expected finite numbers"),
+        (lambda: tr.ToFloat(scale="x"), "ToFloat: scale: expected finite numbers"),
+        (lambda: tr.Resize(3, 3, method="foo"), "Resize: method: .*got 'foo'"),
+        (lambda: tr.RewardToGo(to=("next", 3)), "to: expected a name or a tuple of names"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_when_the_transform_is_made(make, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        make()
