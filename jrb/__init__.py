@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jrb._util.public import lazy
+from jrb._util.public import PublicNames, lazy
 
 if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers export them
     from jrb import checkpoint as checkpoint
@@ -114,7 +114,7 @@ _HOMES = {
 _HOME_OF = {name: f"jrb.{home}" for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]: not a literal
-__dir__ = lambda: [*__all__, "__version__"]
+__dir__: PublicNames = lambda: [*__all__, "__version__"]
 
 if not TYPE_CHECKING:  # or every misspelt name would have a type
     __getattr__ = lazy(__name__, _HOME_OF)

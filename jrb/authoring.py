@@ -14,6 +14,7 @@ from jrb._store.opening import store_at
 from jrb._util import casting, checks
 from jrb._util.checks import MAX_EXPANSION, ExpansionLimit, declared_nbytes
 from jrb._util.display import table_html, table_text
+from jrb._util.public import PublicNames
 from jrb._util.pytree import check_like, leaf_name, leaf_names, spec_of
 from jrb._util.pytree import nbytes as tree_nbytes
 from jrb._util.wording import bytes_text, escaped_errors, printable, require
@@ -62,4 +63,4 @@ __all__ = [
     "table_text",
     "tree_nbytes",
 ]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jrb._util import checks, pytree
+from jrb._util.public import PublicNames
 from jrb._util.pytree import PyTree
 
 __all__ = ["TED", "Keys", "Path", "find", "leaves_at", "lookup", "path_name", "within"]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__
 
 Path = str | tuple[str, ...]
 """A name, or a tuple of names from the outside in; names reach into dicts and attributes alike."""

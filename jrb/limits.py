@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._util import checks, pytree
+from jrb._util.public import PublicNames
 
 __all__ = ["Counters", "SampleToInsert"]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__
 
 
 class Counters(pytree.State):

@@ -15,9 +15,10 @@ import numpy as np
 from jax import lax
 
 from jrb._util import display, pytree
+from jrb._util.public import PublicNames
 
 __all__ = ["Clock", "Occupancy", "Ring", "first_places", "locate"]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__
 
 _FEW = 4096
 """Constants of so many elements are NumPy arrays: XLA folds what is computed of them."""

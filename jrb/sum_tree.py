@@ -32,6 +32,7 @@ import numpy as np
 from jax import lax
 
 from jrb._util import checks
+from jrb._util.public import PublicNames
 from jrb._util.pytree import PyTree
 from jrb._xla import dependencies, gather, random_bits
 from jrb._xla.compiling import entry
@@ -62,7 +63,7 @@ __all__ = [
     "total",
     "update",
 ]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__
 
 SMALLEST = float(np.finfo(np.float32).tiny)
 """2^-126, the least number that arithmetic keeps."""

@@ -28,6 +28,7 @@ import jrb
 from jrb._core import editing
 from jrb._core.steps import context_of
 from jrb._util import pytree
+from jrb._util.public import PublicNames
 from jrb._util.pytree import PyTree, SpecKey
 from jrb.buffer import ReplayBuffer
 from jrb.doctor import doctor as doctor
@@ -35,7 +36,7 @@ from jrb.state import BufferState, Sample
 from jrb.types import HostStorage, Item, MissingMethodError, PrioritizedSampler, ShardedSampler
 
 __all__ = ["conform", "consumed", "growth", "rows"]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__
 
 Make = Callable[[int], ReplayBuffer]
 Step = Callable[[ReplayBuffer, BufferState, jax.Array, jax.Array], tuple[BufferState, jax.Array]]

@@ -5,6 +5,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+PublicNames = Callable[[], list[str]]
+"""The type of a module's `__dir__`, which lists its public names only."""
+
 
 def lazy(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Returns the `__getattr__` of a module.

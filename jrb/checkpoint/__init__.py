@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Final
 
-from jrb._util.public import lazy
+from jrb._util.public import PublicNames, lazy
 
 if TYPE_CHECKING:
     import jrb
@@ -41,7 +41,7 @@ __all__ = [
     "verify",
     "write_torchrl",
 ]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__
 
 if not TYPE_CHECKING:  # or every misspelt name would have a type
     # The command looks into checkpoints without JAX, and Orbax is an extra.

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 import jrb
+from jrb._util.public import PublicNames
 
 __all__ = [
     "ExperiencePair",
@@ -46,7 +47,7 @@ __all__ = [
     "make_trajectory_buffer",
     "make_trajectory_queue",
 ]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__
 
 State = TypeVar("State", bound="TrajectoryBufferState")
 Experience = TypeVar("Experience")

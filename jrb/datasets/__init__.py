@@ -1,5 +1,6 @@
 """Datasets: offline data in other libraries' files, as episodes in TED and as buffers."""
 
+from jrb._util.public import PublicNames
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Description, Format
 from jrb.datasets.joining import concatenate, mix
@@ -28,4 +29,4 @@ __all__ = [
     "write_minari",
     "write_rlds",
 ]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__

@@ -1,8 +1,9 @@
 """Readers and writers of other libraries' buffers: TorchRL's dumps, flashbax's states, vaults."""
 
+from jrb._util.public import PublicNames
 from jrb.interop.dump import Dump
 from jrb.interop.flashbax import read_flashbax, read_vault
 from jrb.interop.torchrl import read_torchrl, write_torchrl
 
 __all__ = ["Dump", "read_flashbax", "read_torchrl", "read_vault", "write_torchrl"]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__

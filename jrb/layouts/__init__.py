@@ -7,6 +7,7 @@ before stands there once; the *nested* one says where each trajectory begins; `s
 small dict of each. There and back is the identity, bit for bit.
 """
 
+from jrb._util.public import PublicNames
 from jrb.layouts.flat import flat_to_ted, ted_to_flat
 from jrb.layouts.nested import combine, nested_to_ted, split, ted_to_nested
 
@@ -18,4 +19,4 @@ __all__ = [
     "ted_to_flat",
     "ted_to_nested",
 ]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__

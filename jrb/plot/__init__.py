@@ -8,7 +8,7 @@ no panel for them.
 
 from typing import TYPE_CHECKING
 
-from jrb._util.public import lazy
+from jrb._util.public import PublicNames, lazy
 
 if TYPE_CHECKING:
     from jrb.plot.of_draws import draws
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jrb.plot.of_state import state
 
 __all__ = ["draws", "episode", "sample", "state"]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__
 
 if not TYPE_CHECKING:  # matplotlib is imported when a function is asked for
     __getattr__ = lazy(__name__, {name: f"{__name__}.of_{name}" for name in __all__})

@@ -5,8 +5,9 @@ actors and learners hold in its place, on any machine of the cluster. The extra 
 which is imported when `serve` is called.
 """
 
+from jrb._util.public import PublicNames
 from jrb.remote.client import Remote, serve
 from jrb.remote.draws import Ahead
 
 __all__ = ["Ahead", "Remote", "serve"]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__

@@ -1,5 +1,6 @@
 """Samplers: which anchors next, and with what probability?"""
 
+from jrb._util.public import PublicNames
 from jrb.samplers.mixture import Mixture
 from jrb.samplers.ordered import Lifo, Queue
 from jrb.samplers.prioritized import Prioritized
@@ -7,4 +8,4 @@ from jrb.samplers.uniform import Newest, Uniform
 from jrb.samplers.without_replacement import WithoutReplacement
 
 __all__ = ["Lifo", "Mixture", "Newest", "Prioritized", "Queue", "Uniform", "WithoutReplacement"]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__

@@ -1,5 +1,6 @@
 """Storages: put rows at slots, get rows at slots."""
 
+from jrb._util.public import PublicNames
 from jrb.storages.device import DeviceStorage
 from jrb.storages.host_rows import HostArrays, HostRows, PlainRows
 from jrb.storages.memmap import MemmapStorage
@@ -15,4 +16,4 @@ __all__ = [
     "PlainRows",
     "SpillStorage",
 ]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__

@@ -4,6 +4,7 @@ Each takes paths, names or tuples of names into nested data, and changes the ent
 Leaves are `[B, ...]`, or `[B, L, ...]` for windows.
 """
 
+from jrb._util.public import PublicNames
 from jrb.transforms.images import CenterCrop, Grayscale, RandomCrop, RandomShift, Resize, ToFloat
 from jrb.transforms.leaves import Cast, Clip, Normalize, RewardToGo, Scale
 from jrb.transforms.running import RunningNormalize, RunningRewardScale, normalized
@@ -29,4 +30,4 @@ __all__ = [
     "ToFloat",
     "normalized",
 ]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__

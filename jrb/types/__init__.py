@@ -9,6 +9,7 @@ What it must remember is a state that the buffer hands to it and takes back: arr
 of `State`. An abstract method is what every part of the kind has, all others have defaults.
 """
 
+from jrb._util.public import PublicNames
 from jrb._util.pytree import HostState, State, component, cursor, static, tally
 from jrb.types.messages import (
     Anchors,
@@ -64,4 +65,4 @@ __all__ = [
     "static",
     "tally",
 ]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__

@@ -1,5 +1,6 @@
 """Units: what does one anchor stand for?"""
 
+from jrb._util.public import PublicNames
 from jrb.units.frame_stack import FrameStack
 from jrb.units.hindsight import Hindsight
 from jrb.units.n_step import NStep
@@ -7,4 +8,4 @@ from jrb.units.sequence import Sequence
 from jrb.units.transition import Transition
 
 __all__ = ["FrameStack", "Hindsight", "NStep", "Sequence", "Transition"]
-__dir__ = lambda: __all__
+__dir__: PublicNames = lambda: __all__
