@@ -1,9 +1,8 @@
-"""One of several processes whose shards have stores of their own, and what it draws.
+"""One of several processes whose shards are saved in folders of their own, and what it draws.
 
 python -m tests.process_of_shards FOLDER NUMBER COUNT COORDINATOR
 """
 
-import dataclasses
 import os
 import pathlib
 import sys
@@ -20,24 +19,10 @@ def main(folder, number, count, coordinator):
 
     if count > 1:
         jax.distributed.initialize(coordinator, count, number)
-    seen = [
-        leaf
-        for name, storage in storages(folder).items()
-        for leaf in jax.tree.leaves(story(folder / name, storage))
-    ]
-    np.savez(folder / f"seen-{number}.npz", *seen)
+    np.savez(folder / f"seen-{number}.npz", *jax.tree.leaves(story(folder / "saved")))
 
 
-def storages(folder):
-    import jrb
-
-    return {
-        "memmap": lambda name: jrb.MemmapStorage(folder / f"rows-{name}"),
-        "spill": lambda name: jrb.SpillStorage(folder / f"spilled-{name}", 2),
-    }
-
-
-def story(path, storage):
+def story(path):
     """Rows, draws and priorities; a save; the same again from what was loaded, which is equal."""
     import jax
     import numpy as np
@@ -48,20 +33,14 @@ def story(path, storage):
     buffer = jrb.ReplayBuffer(
         8 * E, E, batch_size=B, sampler=jrb.Prioritized(), unit=jrb.NStep(2, 0.9)
     )
-
-    def sharded(name):
-
-        return jrb.Sharded(dataclasses.replace(buffer, storage=storage(name)), S, mesh)
-
-    first = sharded("first")
-    state = first.init(jax.tree.map(lambda leaf: leaf[0], rows(rng)))
-    state, before = steps(first, state, rng, mesh, range(4))
-    jrb.save(path, first, state)
+    sharded = jrb.Sharded(buffer, S, mesh)
+    state = sharded.init(jax.tree.map(lambda leaf: leaf[0], rows(rng)))
+    state, before = steps(sharded, state, rng, mesh, range(4))
+    jrb.save(path, sharded, state)
     kept = rng.bit_generator.state
-    _, after = steps(first, state, rng, mesh, range(4, 6))
+    _, after = steps(sharded, state, rng, mesh, range(4, 6))
     rng.bit_generator.state = kept
-    other = sharded("other")
-    _, again = steps(other, jrb.load(path, other)[1], rng, mesh, range(4, 6))
+    _, again = steps(sharded, jrb.load(path, sharded)[1], rng, mesh, range(4, 6))
     jax.tree.map(np.testing.assert_array_equal, again, after)
     return before, after
 

@@ -1,4 +1,4 @@
-"""Several processes, each with the stores of its own shards, do what one process does."""
+"""Several processes, each of which saves its own shards, do what one process does."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def run(folder, count):
     return [np.load(folder / f"seen-{number}.npz") for number in range(count)]
 
 
-def test_stores_of_two_processes_are_those_of_one(tmp_path):
+def test_shards_of_two_processes_are_those_of_one(tmp_path):
     (alone,), pair = run(tmp_path / "one", 1), run(tmp_path / "two", 2)
     assert len(alone.files) == len(pair[0].files) > 0
     for name in alone.files:
