@@ -76,6 +76,13 @@ def rebuild(
         >>> jrb.items(new, state)["x"].tolist(), new.priorities(state).tolist()
         ([4, 5, 6, 7], [1.0, 1.0, 1.0, 1.0])
     """
+    for each in (old, new):
+        single = each.buffer if isinstance(each, Sharded) else each
+        if not isinstance(single, ReplayBuffer):
+            raise TypeError(
+                f"rebuild: expected single buffers, got {type(single).__name__}. Rebuild the parts "
+                "of a Mix one by one."
+            )
     if not isinstance(old, Sharded) and not isinstance(new, Sharded):
         _check_single(old, state, new)
         return _refill(old, (state,), new, _select(old, state, new))
@@ -397,12 +404,6 @@ def regrouped(
 
 
 def _check_single(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> None:
-    for buffer in (old, new):
-        if not isinstance(buffer, ReplayBuffer):
-            raise TypeError(
-                f"rebuild: expected single buffers, got {type(buffer).__name__}. Rebuild the parts "
-                "of a Mix one by one."
-            )
     if not isinstance(state, BufferState) or state.edits.ndim:
         raise TypeError(
             "rebuild: expected a state of a single buffer, got states under vmap. Take one of them."
@@ -431,11 +432,6 @@ def _check_shards(
 ) -> None:
     before, after = (each.buffer if isinstance(each, Sharded) else each for each in (old, new))
     for each in (before, after):
-        if not isinstance(each, ReplayBuffer):
-            raise TypeError(
-                f"rebuild: expected buffers, in shards or not, got {type(each).__name__}. Rebuild "
-                "the parts of a Mix one by one."
-            )
         checks.chronological("rebuild of shards", each.writer)
     if before.ring.envs != after.ring.envs:
         raise ValueError(

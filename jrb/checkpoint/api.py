@@ -475,7 +475,7 @@ def load(
 def _read_as(
     read: Callable[..., Any], path: str, buffer: Several, example: Item, device: Device
 ) -> Any:
-    """Returns what is read; if it is of another description, converted to that of the user."""
+    """Reads a buffer and its state; a state of another description is converted by `rebuild`."""
     try:
         return read(path, buffer, example, device)
     except descriptions.OtherError as other:

@@ -66,8 +66,8 @@ class OpenedCheckpoint:
         def promised() -> int | None:
             folder = opening.folder_at(self.path)
             newest = generation.last(folder) if self.promised is None else self.promised()
-            known = {} if newest is None else manifest.readable_generations(folder, newest)
-            return known.get(name)
+            named = {} if newest is None else manifest.readable_generations(folder, newest)
+            return named.get(name)
 
         return OpenedCheckpoint(manifest.path_of(self.path, name), one, promised)
 
@@ -150,7 +150,7 @@ def _shaped(path: str, form: Any, parts: dict[str, Any]) -> Any:
 def narrowed(
     load: Callable[[Device], tuple[Any, Any]], path: str, given: bool, device: Device, cast: bool
 ) -> tuple[Any, Any]:
-    """Returns what is loaded; with `cast`, items are converted where JAX would not keep them."""
+    """Loads a buffer and its state; with `cast`, converts items that JAX would not keep."""
     try:
         return load(device)
     except schema.WideError:
