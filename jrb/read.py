@@ -265,7 +265,7 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
         priorities = np.asarray(buffer.priorities(state))
         facts["priority"] = _summary(priorities[priorities >= 0])
     if buffer.sampler.count_draws:
-        anchors, shares, count = jax.device_get(_anchors(buffer, state.replace(storage=None)))
+        anchors, shares, count = anchors_in_order(buffer, state)
         if (shares[:count] == 1).all():  # else an anchor stands for more than a slot
             slots = anchors[:count]
         draws = np.asarray(state.sampler.draws)[slots]
@@ -275,9 +275,16 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
     return facts
 
 
+def anchors_in_order(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, ...]:
+    """Returns the anchors, int32 `[N]`; how likely each slot is, float32 `[N]`; and their number.
+
+    Those beyond their number are the last one again.
+    """
+    return jax.device_get(_anchors(buffer, state.replace(storage=None)))
+
+
 @jax.jit
 def _anchors(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the anchors in order, int32 `[N]`; how likely each slot is; and their number."""
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
     rank = jnp.minimum(jnp.arange(buffer.capacity, dtype=jnp.int32), anchors.count - 1)
     return *anchors.nth(jnp.maximum(rank, 0), jax.random.key(0)), anchors.count

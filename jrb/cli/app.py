@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Annotated, Any
 
 from jrb._util.wording import printable, require
-from jrb.cli import convert, inspect, sources, stats
+from jrb.cli import console, convert, inspect, sources, stats
 
 typer: Any = require("typer", "cli")
 _option = typer.Option
@@ -39,8 +39,8 @@ def _group(
 ) -> None:
     if version:
         typer.echo(f"jrb {sys.modules['jrb'].__version__}")
-    elif context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+    else:
+        console.show_help(context)
 
 
 @app.command()

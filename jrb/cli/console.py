@@ -26,6 +26,12 @@ def show(*blocks: Any) -> None:
         console.print(block)
 
 
+def show_help(context: Any) -> None:
+    """Prints the help of a group of commands that was called without one."""
+    if context.invoked_subcommand is None:
+        sys.stdout.write(f"{context.get_help()}\n")
+
+
 def write_json(value: Any) -> None:
     """Writes a value, and nothing else; null for NaN and infinities, which JSON does not have."""
     plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)

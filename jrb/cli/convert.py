@@ -29,7 +29,7 @@ _LOST = {
 """What a format has no place for."""
 
 data: Any = typer.Typer(
-    help="List, copy and delete datasets.", no_args_is_help=True, rich_markup_mode=None
+    help="List, copy and delete datasets.", invoke_without_command=True, rich_markup_mode=None
 )
 Root = Annotated[
     str | None,
@@ -176,6 +176,11 @@ def _write(path: str, dest: str, to: str, buffer: Any, state: Any, compression: 
         with make(path, reader.schema) as writer:
             for batch in reader:
                 writer.write_batch(batch)
+
+
+@data.callback()
+def _group(context: typer.Context) -> None:  # pyright: ignore[reportInvalidTypeForm]
+    console.show_help(context)
 
 
 @data.command("list")

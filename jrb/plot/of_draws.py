@@ -13,6 +13,7 @@ from jrb.authoring import checks
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts
 from jrb.plot.canvas import Axes, Row, Tone
+from jrb.read import anchors_in_order
 from jrb.samplers import Prioritized, Uniform
 from jrb.state import Buffer, BufferState
 from jrb.types import PrioritizedSampler
@@ -110,20 +111,13 @@ def _expected(
         masses = facts.masses(buffer, state, np.asarray(buffer.priorities(state)))
         if masses.sum() > 0:
             return masses / masses.sum(), "expected: each anchor's share of the mass"
-    slots, within, count = jax.device_get(_anchors(buffer, state.replace(storage=None)))
+    slots, within, count = anchors_in_order(buffer, state)
     # An anchor that stands for several slots has a chance below 1 for each of them.
     if isinstance(sampler, Prioritized | Uniform) and (within[:count] == 1).all():
         alike = np.zeros(buffer.capacity)
         alike[slots[:count]] = 1 / count
         return alike, "expected: all anchors alike"
     return reported, "expected: what the draws give as their probabilities"
-
-
-@jax.jit
-def _anchors(buffer: Buffer, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    anchors = facts.anchors_of(buffer, state)
-    rank = jnp.minimum(jnp.arange(buffer.capacity, dtype=jnp.int32), anchors.count - 1)
-    return *anchors.nth(jnp.maximum(rank, 0), jax.random.key(0)), anchors.count
 
 
 def _by_slot(

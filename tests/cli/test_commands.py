@@ -450,10 +450,12 @@ def test_tracebacks_are_shown_on_request(tmp_path):
             cli.main(words)
 
 
-def test_alone_it_prints_help(capsys):
-    status, out, err = call(capsys)
+@pytest.mark.parametrize("group", [[], ["data"]])
+def test_alone_it_prints_help(group, capsys):
+    status, out, err = call(capsys, *group)
     assert (status, err) == (0, "")
-    assert all(name in out for name in ("inspect", "verify", "convert", "stats", "data", "demo"))
+    names = ("list", "copy", "delete") if group else ("inspect", "verify", "convert", "stats")
+    assert all(name in out for name in names)
     assert call(capsys, "--version")[1] == f"jrb {jrb.__version__}\n"
     status, out, err = call(capsys, "inspct")
     assert (status, out) == (2, "")
