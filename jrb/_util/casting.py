@@ -27,10 +27,7 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 def arrays(items: PyTree, what: str) -> Any:
     """Returns items whose leaves are arrays, in the machine's byte order, or numbers.
 
-    Raises:
-        TypeError: a leaf that cannot be made an array, or a list of numbers, of which JAX would
-            make as many leaves.
-        ValueError: an array of which some entries are masked.
+    Raises for a list of numbers, of which JAX would make as many leaves.
     """
     if all(map(_is_plain, jax.tree.leaves(items))):
         return items
@@ -62,11 +59,7 @@ def _as_array(where: str, leaf: Leaf) -> Any:
 
 
 def kept(items: PyTree, what: str) -> Any:
-    """Returns items whose NumPy leaves have dtypes that JAX keeps; values may be rounded.
-
-    Raises:
-        ValueError: a number that the smaller dtype cannot hold.
-    """
+    """Returns items whose NumPy leaves have dtypes that JAX keeps; values may be rounded."""
 
     def convert(path: Any, leaf: Leaf) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -88,11 +81,7 @@ def is_kept(leaf: Leaf) -> bool:
 
 
 def accepted(items: PyTree, what: str, cast: bool) -> Any:
-    """Returns items for `jit`, which would change some dtypes of NumPy; NumPy's arrays are copied.
-
-    Raises:
-        TypeError: there is one of these, without `cast`.
-    """
+    """Returns items for `jit`, which would change some dtypes of NumPy, whose arrays are copied."""
     leaves, structure = jax.tree.flatten(items)
     copies = []
     for leaf in leaves:  # in one pass: between two compiled calls, each look at a leaf costs 1 us
@@ -118,14 +107,6 @@ def to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
     """Returns items in the dtypes of a spec of the same structure, those that are of a lesser kind.
 
     Integers do not go into a smaller dtype: inside `jit` it is not known whether they fit.
-
-    Args:
-        spec: a pytree of `jax.ShapeDtypeStruct`s.
-        items: leaves of any shapes.
-        what: who asks, for an error's first words.
-
-    Raises:
-        ValueError: another structure, or a number of NumPy that the dtype cannot hold.
     """
     pytree.check_structure(spec, items, what, "Only dtypes are converted.")
 

@@ -99,11 +99,9 @@ def table_text(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] 
     """A title, lines in columns below a head if there is one, and notes."""
     shown = [*([head] if head else []), *rows]
     lines = [tuple(printable(cell, "") for cell in row) for row in shown]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    cells = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in lines
-    ]
+    widths = [max(map(wording.width_of, column)) for column in zip(*lines, strict=True)]
+    filled = lambda cell, width: cell + " " * (width - wording.width_of(cell))
+    cells = ["  ".join(map(filled, row, widths)).rstrip() for row in lines]
     return "\n  ".join([printable(title), *cells, *map(printable, notes)])
 
 

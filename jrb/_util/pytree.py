@@ -208,11 +208,9 @@ class SpecKey:
 
 
 def mapped_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
-    """Returns a state in which marked fields are changed, wherever they are in it.
+    """Returns a state, or dicts and tuples of some, in which marked fields are changed.
 
-    Args:
-        state: a `State`, or a plain dict or tuple of such; all else stays as it is.
-        change: from the mark, "cursor" or "tally", and an array to an array.
+    `change` is given the mark, "cursor" or "tally", and the array.
     """
 
     def mapped(tree: PyTree) -> Any:
@@ -285,14 +283,9 @@ def shown_leaves(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def spec_of(tree: PyTree, what: str) -> Any:
-    """Returns the shapes and dtypes of `tree`, as `jax.ShapeDtypeStruct`s.
+    """Returns the specs of a tree of arrays, specs or Python numbers; raises for other leaves.
 
-    Args:
-        tree: a pytree of arrays, `ShapeDtypeStruct`s or Python numbers.
-        what: who asks, for the error's first words.
-
-    Raises:
-        TypeError: a leaf is no array, or has a dtype that JAX would change (float64 without x64).
+    Also for a dtype that JAX would change, such as float64 without x64.
     """
     where = lambda path: f"{what}: leaf '{printable(leaf_name(path), '')}'"
     return jax.tree_util.tree_map_with_path(lambda path, it: _leaf_spec(where(path), it), tree)
@@ -336,19 +329,10 @@ def check_like(
     lead: tuple[int, ...] = (),
     casts: bool = False,
 ) -> None:
-    """Raises unless `got` has the structure, shapes and dtypes of the specs `expected`.
+    """Raises unless arrays have the structure, shapes (behind `lead`) and dtypes of specs.
 
-    Args:
-        expected: a pytree of `ShapeDtypeStruct`s.
-        got: a pytree of arrays.
-        what: who asks, for the error's first words.
-        mend: what to do, for the error's last words.
-        lead: axes that every leaf of `got` has in front.
-        casts: True if dtypes were converted as far as a buffer with `cast=True` does.
-
-    Raises:
-        ValueError: another structure or shape.
-        TypeError: another dtype, or a leaf that is no array.
+    `what` and `mend` are an error's first and last words; `casts` is True if dtypes were converted
+    as far as a buffer with `cast=True` does.
     """
     check_structure(expected, got, what, mend)
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True)

@@ -131,6 +131,12 @@ def printable(text: str, keep: str = "\n") -> str:
     return "".join(characters)
 
 
+def width_of(text: str) -> int:
+    """Returns the columns of a terminal that a printable text takes."""
+    widths = (1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
+    return sum(widths) - sum(unicodedata.combining(character) > 0 for character in text)
+
+
 def printable_args(args: tuple[object, ...]) -> tuple[object, ...]:
     """Returns the arguments of an error, the texts among them printable."""
     return tuple(printable(it) if isinstance(it, str) else it for it in args)

@@ -51,17 +51,7 @@ def dtype_name(name: str, dtype: DType) -> str:
 def rewritten(
     data: Item, paths: Paths, what: str, change: Callable[[str, jax.Array], jax.Array]
 ) -> Any:
-    """Returns the data with every leaf at or below one of the paths changed.
-
-    Args:
-        data: a pytree.
-        paths: each must lead somewhere.
-        what: who asks, for the error's first words.
-        change: from the name of a leaf and the leaf to the new leaf.
-
-    Raises:
-        ValueError: there is nothing at a path.
-    """
+    """Returns the data with each leaf at or below a path changed, given its name and itself."""
     for path in paths:
         find(data, path, what)
     names = [path_name(path) for path in paths]
@@ -297,12 +287,7 @@ class RewardToGo(Transform):
 
 
 def with_leaf(data: Item, path: Path, entry: Any, what: str) -> Any:
-    """Returns the data with an entry at a path, whose dicts are made where they are missing.
-
-    Raises:
-        TypeError: something on the way is no dict.
-        ValueError: something is there already.
-    """
+    """Returns the data with an entry at a path, whose dicts are made where they are missing."""
     if lookup(data, path) is not None:
         raise ValueError(f"{what}: expected nothing at '{path_name(path)}', got an entry.")
 

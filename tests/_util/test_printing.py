@@ -3,8 +3,11 @@
 import sys
 import unicodedata
 
+import numpy as np
 import pytest
+from rich.cells import cell_len
 
+import jrb
 from jrb.authoring import escaped_errors, printable
 from jrb.checkpoint import DamagedError
 
@@ -49,3 +52,14 @@ def test_errors_and_what_caused_them_are_escaped():
     with pytest.raises(ValueError, match=r"^leaf '\\x9b'$") as caught:
         read()
     assert str(caught.value.__cause__) == "no \\u202e"
+
+
+def test_columns_are_aligned_where_characters_are_wide_or_combined():
+    names = ["观察值", "ひらがな", "x", "e\u0301toile", "한국어"]
+    state = jrb.ReplayBuffer(4).init({name: np.float32(0) for name in names})
+    places = {
+        cell_len(line[: line.index("float32[4]")])
+        for line in repr(state).splitlines()
+        if "float32[4]" in line
+    }
+    assert len(places) == 1

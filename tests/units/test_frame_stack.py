@@ -184,7 +184,3 @@ def test_stacks_of_a_unit_that_reads_several_rows_for_an_entry(back):
             assert seen.tolist() == stacks
             drawn.add(row)
     assert len(drawn) > 4
-    jrb.testing.conform(
-        lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=8, unit=Apart(back)),
-        {"observation": jnp.zeros(4), "next": {"observation": jnp.zeros(4), "done": False}},
-    )
