@@ -3,6 +3,7 @@
 import collections
 import functools
 import secrets
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,7 @@ class Flight:
     def __init__(self, most: int) -> None:
         self._most = most
         self._calls: collections.deque[Any] = collections.deque()
+        self._turn = threading.Lock()  # one thread at a time takes calls out
 
     def add(self, call: Any) -> None:
         """Adds a call."""
@@ -125,13 +127,14 @@ class Flight:
 
     def wait(self, all_of_them: bool = True) -> None:
         """Waits for all calls, or until there is room for one more."""
-        while len(self._calls) >= (1 if all_of_them else self._most):
-            try:
-                ray().get(self._calls[0])
-            except Exception:  # no interrupt: that leaves it in line, with what it may raise
+        with self._turn:
+            while len(self._calls) >= (1 if all_of_them else self._most):
+                try:
+                    ray().get(self._calls[0])
+                except Exception:  # no interrupt: that leaves it in line, with what it may raise
+                    self._calls.popleft()
+                    raise
                 self._calls.popleft()
-                raise
-            self._calls.popleft()
 
 
 class Remote:
@@ -151,6 +154,7 @@ class Remote:
         self._writes: Flight = Flight(setup.in_flight)
         self._updates: Flight = Flight(setup.in_flight)
         self._late: collections.deque[Any] = collections.deque()
+        self._sending = threading.Lock()  # one thread at a time takes priorities out
 
     def __reduce__(self) -> Any:
         return Remote, (self._setup, self._servers, self._gate)
@@ -306,23 +310,25 @@ class Remote:
 
     def _send_updates(self, all_of_them: bool) -> None:
         """Sends priorities that are computed; all, or all but the last two, are waited for."""
-        while self._late:
-            is_patient = all_of_them or len(self._late) > 2
-            try:
-                if not is_patient and _is_under_way(self._late[0][-1]):
-                    return
-                shard, indices, stamp, mask, new = map(np.asarray, self._late[0])
-            except Exception:  # it was deleted. An interrupt leaves it in line
+        with self._sending:
+            while self._late:
+                is_patient = all_of_them or len(self._late) > 2
+                try:
+                    if not is_patient and _is_under_way(self._late[0][-1]):
+                        return
+                    shard, indices, stamp, mask, new = map(np.asarray, self._late[0])
+                except Exception:  # it was deleted. An interrupt leaves it in line
+                    self._late.popleft()
+                    raise
+                for number, server in enumerate(self._servers):
+                    own = shard == number
+                    if own.any():
+                        self._updates.wait(all_of_them=False)
+                        mine = mask & own.reshape(-1, *(1,) * (mask.ndim - 1))
+                        sent = indices, stamp, mine, new.astype(np.float32)
+                        self._updates.add(server.update.remote(*sent))
+                # Last: what an interrupt lets be sent twice has the same effect.
                 self._late.popleft()
-                raise
-            for number, server in enumerate(self._servers):
-                own = shard == number
-                if own.any():
-                    self._updates.wait(all_of_them=False)
-                    mine = mask & own.reshape(-1, *(1,) * (mask.ndim - 1))
-                    sent = indices, stamp, mine, new.astype(np.float32)
-                    self._updates.add(server.update.remote(*sent))
-            self._late.popleft()  # last: what an interrupt lets be sent twice has the same effect
 
     def size(self) -> int:
         """Returns the number of transitions stored."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 import types
 
 import jax.numpy as jnp
@@ -40,6 +41,26 @@ def test_a_call_that_failed_is_told_though_its_wait_was_interrupted(monkeypatch)
         with pytest.raises(error):
             one.wait()
     one.wait()
+
+
+def test_two_threads_that_wait_for_the_same_calls_miss_none(monkeypatch):
+    waited, both = [], threading.Barrier(2)
+
+    def get(call):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # until the other thread waits for the same call, if it may
+        waited.append(call)
+
+    monkeypatch.setattr(client, "ray", lambda: types.SimpleNamespace(get=get))
+    one = client.Flight(9)
+    for call in (1, 2):
+        one.add(call)
+    threads = [threading.Thread(target=one.wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(waited) == [1, 2]
 
 
 class Computed:
