@@ -331,8 +331,10 @@ class PackedLeaves(pytree.State):
 
     def shown(self) -> Any:
         """Returns the pytree of the items, with columns, and specs for packed leaves."""
-        if not all(map(pytree.is_array, self.arrays.values())):
-            return self  # of a state that was mapped to something else
+        names = {it.words if isinstance(it, LeafSlice) else it for it in self.layout.entries}
+        are_arrays = all(map(pytree.is_array, self.arrays.values()))
+        if not are_arrays or names - self.arrays.keys() - self.columns.keys():
+            return self  # of a state that was mapped to something else, or whose dicts were changed
 
         def leaf(it: Any) -> Any:
             if not isinstance(it, LeafSlice):

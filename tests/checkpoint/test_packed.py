@@ -113,6 +113,8 @@ def test_arrays_that_are_not_those_of_the_buffer_are_refused(tmp_path):
         changed = state.replace(storage=state.storage.replace(arrays=other))
         with pytest.raises((TypeError, ValueError), match="save: "):
             jrb.save(tmp_path / "x", buffer, changed)
+        with pytest.raises(TypeError, match="expected a state of this buffer"):
+            buffer.add(changed, ITEM)
     once = dataclasses.replace(buffer, storage=jrb.DeviceStorage(share_next_observations=True))
     with pytest.raises(ValueError, match="save: expected a state of this buffer, got another"):
         jrb.save(tmp_path / "x", once, state)
