@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._store import files, opening, store, table
+from jrb._store import files, opening, places, store, table
 from jrb._store.table import Column
 from jrb.checkpoint import manifest
 
@@ -58,6 +58,17 @@ def test_many_slots_cost_what_is_written(path, slots):
         tracemalloc.stop()
     assert peak < 32 << 20
     assert disk(path) < 32 << 20
+
+
+def test_to_open_a_ring_no_slot_is_looked_up(path, monkeypatch):
+    one = opening.create(path, (column(),), 100, 125, reserve=False)
+    for version in range(0, 300, 10):  # the numbers of rows are written ahead of them
+        one.put(version, np.arange(version, version + 10) % 100, numbered(range(10)))
+        one.commit(version + 10, {}, {}, {})
+    one.close()
+    monkeypatch.delattr(places.Places, "used")
+    there = opening.store_of(manifest.open_generation(path))
+    assert there.version == 300 and not len(there.lost)
 
 
 def test_a_buffer_of_many_slots(path):

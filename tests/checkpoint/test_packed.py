@@ -59,8 +59,10 @@ def test_leaves_come_together_that_lie_in_files_of_their_own(
     buffer = jrb.ReplayBuffer(6, num_envs=2, unit=UNITS[layout])
     row = lambda leaf: jnp.arange(4 * leaf.size).reshape(2, 2, *leaf.shape).astype(leaf.dtype)
     state = buffer.extend(buffer.init(ITEM), jax.tree.map(row, ITEM))
+    add = lambda leaf, number: leaf + jnp.asarray(number).astype(leaf.dtype)
     for count in batch:
-        state = jax.tree.map(lambda leaf, n=count: jnp.stack([leaf + i for i in range(n)]), state)
+        stacked = lambda leaf, n=count: jnp.stack([add(leaf, i) for i in range(n)])
+        state = jax.tree.map(stacked, state)
     jrb.save(tmp_path / "x", buffer, state)
     (file,) = (tmp_path / "x" / "rows" / "storage").iterdir()
     assert file.name == "a+2.bin"
