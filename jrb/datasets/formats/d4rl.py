@@ -60,7 +60,8 @@ class D4RL(TableFormat):
             arrays, texts, others = tabular.by_content({name: every[name] for name in names})
             tabular.check_present(source, arrays, _NEEDED)
             tabular.check_lengths(source, arrays)
-            ExpansionLimit(source, [source], self.max_expansion).add(declared_nbytes(arrays))
+            limit = ExpansionLimit(source, [source], self.max_expansion)
+            limit.add(declared_nbytes(arrays))
             columns = {
                 _NAMES.get(name, "info" + name.removeprefix("infos")): array
                 for name, array in arrays.items()
@@ -79,9 +80,9 @@ class D4RL(TableFormat):
                 else:
                     how = f"every {self.horizon} steps stand for one (horizon=)."
                 notes = (f"There are no time-outs in the file: {how}",)
-            metadata = hdf5.strings(file)
+            metadata = hdf5.strings(file, limit)
             if isinstance(group := hdf5.own(file, "metadata"), h5py.Group):
-                metadata |= hdf5.strings(group)
+                metadata |= hdf5.strings(group, limit)
             yield tabular.table_of(
                 source,
                 columns,

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import h5py
 import numpy as np
 
+from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5, tabular
 from jrb.datasets.reading.names import check, natural_order
@@ -265,7 +266,9 @@ class Robomimic(GroupFormat):
             with hdf5.open_file(source) as file:
                 masks = hdf5.own(file, "mask")
                 lists = hdf5.below(masks) if isinstance(masks, h5py.Group) else {}
+                limit = ExpansionLimit(source, [source], self.max_expansion)
+                limit.add(declared_nbytes(lists))
                 every = {key: np.reshape(entry[:], -1) for key, entry in lists.items()}
             return {key: {str(hdf5.plain(text)) for text in texts} for key, texts in every.items()}
 
-        return tabular.cached([source], "masks", read)
+        return tabular.cached([source], ("masks", self.max_expansion), read)

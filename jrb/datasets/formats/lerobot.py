@@ -59,7 +59,7 @@ class LeRobot(tabular.TableFormat):
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the tables and videos."""
-        meta = lerobot_meta.read(source)
+        meta = lerobot_meta.read(source, self.max_expansion)
         files = arrow.ArrowFiles([*meta.counts], [*meta.counts.values()])
         features = meta.info["features"]
         own = {"episode_index": "episode_index"} if "episode_index" in features else {}

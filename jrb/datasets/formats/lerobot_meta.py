@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrb.authoring import require
+from jrb.authoring import ExpansionLimit, require
 from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.reading import arrow
 from jrb.datasets.reading.names import check, natural_order
@@ -21,6 +21,7 @@ from jrb.datasets.reading.tabular import cached
 _INFO = os.path.join("meta", "info.json")
 _MAX_STEPS = 1 << 48  # of one episode
 _OWN = ("episode_index", "length", "dataset_from_index", "dataset_to_index")
+_OBJECT = 32  # bytes of a number of Python
 _GROUPS = ("stats/", "data/", "videos/", "meta/")
 
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d{0,2})d?)?\}")
@@ -64,18 +65,19 @@ def is_dataset(path: object) -> bool:
     return isinstance(info, dict) and {"codebase_version", "features"} <= info.keys()
 
 
-def read(root: str) -> LeRobotMeta:
+def read(root: str, max_expansion: float) -> LeRobotMeta:
     """Reads the metadata of a dataset, once as long as they stay the same."""
     walk = os.walk(os.path.join(root, "meta"))
     files = [os.path.join(folder, name) for folder, _, names in walk for name in names]
-    return cached(files, ("lerobot", root), lambda: _read(root))
+    limit = ExpansionLimit(os.path.join(root, "meta"), files, max_expansion)
+    return cached(files, ("lerobot", root, max_expansion), lambda: _read(root, limit))
 
 
-def _read(root: str) -> LeRobotMeta:
+def _read(root: str, limit: ExpansionLimit) -> LeRobotMeta:
     info, version = _info(root)
     kind = "jsonl" if version == "2" else "parquet"
     path = os.path.join(root, "meta", "episodes.jsonl" if version == "2" else "episodes")
-    lines = _rows(path)
+    lines = _rows(path, limit)
     numbers = [line.get("episode_index") for line in lines]
     is_number = all(type(number) is int for number in numbers)
     check(is_number, path, "a number 'episode_index' for each episode", "others")
@@ -119,7 +121,7 @@ def _read(root: str) -> LeRobotMeta:
         check(are_numbers, f"{path}: '{name}'", "numbers", begins)
         videos[key] = paths("video", f"videos/{key}", video_key=key), np.array(begins, np.float64)
     tasks = dict[int, str]()
-    for line in _rows(os.path.join(root, "meta", f"tasks.{kind}")):
+    for line in _rows(os.path.join(root, "meta", f"tasks.{kind}"), limit):
         # pandas keeps texts in a column that has no name of its own.
         text = next((value for value in line.values() if isinstance(value, str)), None)
         if isinstance(line.get("task_index"), int) and text is not None:
@@ -195,7 +197,7 @@ def _facts(lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     return facts
 
 
-def _rows(path: str) -> list[dict[str, Any]]:
+def _rows(path: str, limit: ExpansionLimit) -> list[dict[str, Any]]:
     """Reads a file of JSON lines, a table, or the tables in the folders of a folder.
 
     Columns of statistics are left out. There are no rows where there is no file.
@@ -215,7 +217,8 @@ def _rows(path: str) -> list[dict[str, Any]]:
     folders = [os.path.join(path, chunk) if chunk else path for chunk in chunks]
     for table in [each for folder in folders for each in arrow.tables(folder)]:
         with arrow.refused(table):
-            names = parquet.read_schema(table).names
-            names = [name for name in names if not name.startswith("stats/")]
-            rows += parquet.ParquetFile(table).read(names).to_pylist()
+            file = parquet.ParquetFile(table)
+            names = [name for name in file.schema_arrow.names if not name.startswith("stats/")]
+            limit.add(file.metadata.num_rows * len(names) * _OBJECT)
+            rows += file.read(names).to_pylist()
     return rows

@@ -97,11 +97,14 @@ def _table(
     for (name, _), schema in zip(sealed, schemas, strict=True):
         parts.check_same_leaves(source, schemas[0], name, schema)
     files = arrow.ArrowFiles(paths)
-    numbers = {
-        name: RecordedColumn(files, RecordedLeaf(name, dtype, ()), name)[:]
+    own = {
+        name: RecordedColumn(files, RecordedLeaf(name, dtype, ()), name)
         for name, dtype in parts.TYPES.items()
         if name != parts.STEP
     }
+    limit = ExpansionLimit(source, paths, max_expansion)
+    limit.add(declared_nbytes(own))
+    numbers = {name: column[:] for name, column in own.items()}
     of_part = np.repeat(np.arange(len(sealed)), np.diff(begins))
     writer = np.repeat(of_part, np.diff(files.starts))
     env = numbers[ENV].astype(np.int64)
@@ -113,7 +116,7 @@ def _table(
         zeros = lambda start, stop, leaf=leaf: np.zeros((stop - start, *leaf.shape), leaf.numpy)
         empty = DerivedColumn((len(order), *leaf.shape), leaf.numpy, zeros)
         columns[leaf.name] = tabular.rows_at(column, order) if leaf.width else empty
-    ExpansionLimit(source, paths, max_expansion).add(declared_nbytes(columns))
+    limit.add(declared_nbytes(columns))
     columns |= {name: numbers[name][order] for name in (TERMINATED, TRUNCATED)}
     episode, env, writer = numbers[EPISODE][order], env[order], writer[order]
     is_last = lambda *keys: sum(np.diff(key, append=key[-1:] + 1) != 0 for key in keys) > 0

@@ -5,6 +5,7 @@ T rows over all files.
 
 import contextlib
 import functools
+import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -48,11 +49,13 @@ def tables(path: Any) -> list[str]:
 @contextlib.contextmanager
 def refused(path: str) -> Iterator[None]:
     """Raises `ValueError` with the path for what pyarrow raises over damaged files."""
+    # Before the body: a reader that the end of the program closes can import nothing any more.
+    damage = (require("pyarrow", "datasets").ArrowException, OSError, UnicodeDecodeError)
     try:
         yield
     except (FileNotFoundError, PermissionError):
         raise
-    except (require("pyarrow", "datasets").ArrowException, OSError, UnicodeDecodeError) as error:
+    except damage as error:
         raise ValueError(
             f"{path}: expected a whole Parquet or Arrow file, got one that is not: {error}"
         ) from error
@@ -99,13 +102,31 @@ class TableFile:
             for batch in self._batches(group, self.schema.get_field_index(name)):
                 yield batch.column(0)
             return
+        kind = self.schema.field(name).type
         # A file of its own: it keeps one number of rows that are read at once for all its columns.
         file = require("pyarrow.parquet", "datasets").ParquetFile(
-            self.path, metadata=self._metadata, memory_map=True, page_checksum_verification=True
+            self.path,
+            metadata=self._metadata,
+            memory_map=True,
+            page_checksum_verification=True,
+            # A text that many rows share is stored once, and is not copied for each of them.
+            read_dictionary=[name] if _is_text(kind) else None,
         )
         groups = list(range(group, len(self.starts) - 1))
         for batch in file.iter_batches(rows, groups, [name], use_threads=False):
             yield batch.column(name)
+
+    def check_numbers(self, group: int, path: str, width: int) -> None:
+        """Refuses groups, from one on, that declare many more than `width` numbers a row."""
+        for number in range(group, len(self.starts) - 1 if self._form == "parquet" else 0):
+            about = self._metadata.row_group(number)
+            for column in map(about.column, range(about.num_columns)):
+                name = column.path_in_schema
+                if name == path or name.startswith(f"{path}.list."):
+                    most, count = about.num_rows * max(width, 1), column.num_values
+                    where = f"{self.path}: column '{path}'"
+                    is_near = count - most < _PIECE  # then the rows themselves are compared
+                    check(is_near, where, f"lists of one length, {most} numbers", count)
 
     def _reader(self, fields: list[int]) -> Any:
         """Opens a reader of some columns, so that no other is decompressed."""
@@ -181,10 +202,14 @@ def by_type(
             paths[name] = path
             continue
         others.append((path, kind))
-        text = kind.value_type if types.is_dictionary(kind) else kind
-        if len(path) == 1 and (types.is_string(text) or types.is_large_string(text)):
+        if len(path) == 1 and _is_text(kind.value_type if types.is_dictionary(kind) else kind):
             texts.append(path[0])
     return paths, texts, others
+
+
+def _is_text(kind: Any) -> bool:
+    types = require("pyarrow", "datasets").types
+    return types.is_string(kind) or types.is_large_string(kind)
 
 
 def _is_list(kind: Any) -> bool:
@@ -280,6 +305,9 @@ class ArrowColumn:
             file = self._files.file(self._file)
             self._check(self._path[0] in file.schema.names, "a column of this name", "none")
             stop = int(self._files.starts[self._file + 1])
+            if "_example" in vars(self):
+                # Before they are decoded: a kilobyte can hold gigabytes of zeros in one list.
+                file.check_numbers(group, ".".join(self._path), math.prod(self.shape[1:]))
             with refused(file.path):
                 for batch in file.column(group, self._path[0], count):
                     batch.validate(full=True)
@@ -325,4 +353,5 @@ class TextColumn(ArrowColumn):
 
     def _values(self, piece: Any) -> np.ndarray:
         self._check(piece.null_count == 0, "texts everywhere", "a null")
-        return np.array(piece.to_pylist(), object)
+        piece = piece.dictionary_encode() if _is_text(piece.type) else piece
+        return np.array(piece.dictionary.to_pylist(), object)[piece.indices.to_numpy()]

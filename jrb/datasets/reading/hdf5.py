@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 from h5py import h5d  # pyright: ignore[reportAttributeAccessIssue]: in C
 
+from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.reading.names import check, check_names
 from jrb.datasets.reading.tabular import Column, DerivedColumn
 
@@ -113,17 +114,18 @@ def _followed(where: str, group: h5py.Group, path: str, depth: int) -> Any:
         elif link is None and depth == _DEPTH:
             return None
         else:
-            what = "out" if isinstance(link, h5py.ExternalLink) else "that leads nowhere"
-            raise ValueError(f"{where}: expected data in the file itself, got a link {what} of it.")
+            what = "out of it" if isinstance(link, h5py.ExternalLink) else "that leads nowhere"
+            raise ValueError(f"{where}: expected data in the file itself, got a link {what}.")
     return entry
 
 
-def strings(group: h5py.Group) -> dict[str, Any]:
+def strings(group: h5py.Group, limit: ExpansionLimit) -> dict[str, Any]:
     """Returns the texts and single numbers below a group, and its attributes, as Python values."""
     values: dict[str, Any] = {name: plain(value) for name, value in group.attrs.items()}
     for name in map(str, group):
         entry = own(group, name)
         if isinstance(entry, h5py.Dataset) and entry.shape == () and not entry.external:
+            limit.add(declared_nbytes({name: entry}))  # a text of fixed length can declare 2 GiB
             values[name] = plain(entry[()])
     return values
 
