@@ -170,39 +170,6 @@ def native(dtype: DTypeLike) -> np.dtype:
     return np.dtype(np.dtype(dtype).type)
 
 
-def ted(
-    observation: Any,
-    action: Any,
-    reward: np.ndarray,
-    terminated: np.ndarray,
-    truncated: np.ndarray,
-    after: Any = None,
-    **others: Any,
-) -> Episode:
-    """Returns an episode in TED.
-
-    Args:
-        observation: arrays `[T, ...]`; or `[T + 1, ...]` with the one after the last action.
-        action: arrays `[T, ...]`.
-        reward: `[T]`.
-        terminated: bool `[T]`.
-        truncated: bool `[T]`.
-        after: the next observations `[T, ...]`, if the files have them. Else they are those of the
-            next step, and zeros after the last one where nothing is there.
-        others: more leaves `[T, ...]` by name.
-    """
-    steps = len(reward)
-    if after is None:
-        after = jax.tree.map(lambda leaf: shifted(leaf, steps), observation)
-    flags = {"terminated": terminated, "truncated": truncated}
-    return {
-        "observation": jax.tree.map(lambda leaf: leaf[:steps], observation),
-        "action": action,
-        "next": {"observation": after, "reward": reward, **flags},
-        **others,
-    }
-
-
 def shifted(leaf: np.ndarray, steps: int) -> np.ndarray:
     """Returns the value after each of `steps` steps; zeros after the last one if it is missing."""
     if len(leaf) > steps:

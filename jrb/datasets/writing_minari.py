@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 
 from jrb.authoring import escaped_errors, leaf_name, require
@@ -19,9 +20,10 @@ from jrb.datasets.dataset import Dataset
 from jrb.datasets.formats.minari import METADATA
 from jrb.datasets.output import absent, new_path
 from jrb.datasets.reading.names import check_names
-from jrb.datasets.writing import VALID, Source, first_break
+from jrb.datasets.reading.tabular import VALID
+from jrb.datasets.writing import dataset_of, first_break, unfinished
 from jrb.keys import within
-from jrb.layouts.names import Leaves, nest
+from jrb.layouts.names import Leaves, flatten, nest
 from jrb.state import BufferState
 
 _ID = re.compile(r"([-\w][-\w/]*[-\w]/)?[-\w]+-v\d+")
@@ -114,45 +116,40 @@ def write_minari(
         "env_spec": _env_spec(env_spec),
         "minari_version": require("minari", "minari").__version__,
     }
-    source = Source("write_minari", buffer, state, roles=_ROLES)
+    dataset, specs = dataset_of("write_minari", buffer, state, roles=_ROLES)
+    running, cut = unfinished(dataset)
+    is_buffer = isinstance(buffer, ReplayBuffer) and state is not None
+    names = _names(specs, buffer.stored(state) if is_buffer else None)
     facts: list[dict[str, Any]] = []
     notes: collections.Counter[str] = collections.Counter()
     arrays: Leaves = {}  # of the last episode
     bounds: dict[str, tuple[int, int]] = {}  # of single integers
 
     def episodes() -> Iterator[Any]:
-        names = _names(source)
         episode_buffer = require("minari.data_collector", "minari").EpisodeBuffer
-        for episode in source:
-            where = f"write_minari: episode {len(facts)}"
-            leaves = dict(zip(names, episode.leaves.values(), strict=True))
-            leaves.pop("next/done", None)
-            steps = len(leaves["next/reward"])
-            valid = np.asarray(leaves.pop(VALID, np.ones(steps)), bool).reshape(steps)
-            if not valid[:-1].all():
-                raise ValueError(
-                    f"{where}: leaf '{VALID}': expected False in the last step of an episode only, "
-                    f"got it in steps {np.flatnonzero(~valid)[:5].tolist()} of {steps}."
-                )
+        for number, episode in enumerate(dataset):
+            leaves = {names.get(name, name): leaf for name, leaf in flatten(episode, "").items()}
+            valid = leaves.pop(VALID, np.ones(len(leaves.pop("next/done")), bool))
             notes[_LEFT_OUT] += int(np.sum(~valid))
             if not valid.any():
                 continue
-            arrays.update(_arrays(where, {name: leaf[valid] for name, leaf in leaves.items()}))
+            leaves = {name: leaf[valid] for name, leaf in leaves.items()}
+            arrays.update(_arrays(f"write_minari: episode {len(facts)}", leaves))
             for name, array in arrays.items():
                 if array.ndim == 1 and array.dtype.kind in "biu":
                     ends = [int(array.min()), int(array.max()), *bounds.get(name, ())]
                     bounds[name] = (min(ends), max(ends))
             rewards = arrays["rewards"].astype(np.float64)
             about_it: dict[str, Any] = {}
-            for name, fact in episode.facts.items():
-                fact = fact.item() if isinstance(fact, np.generic) else fact
+            for name, every in dataset.facts.items():
+                fact = every[number].item() if every.dtype != object else every[number]
                 if isinstance(fact, str | int | float):
                     about_it[name] = fact
             for name in ("sum", "mean", "std", "max", "min"):
                 about_it[f"rewards_{name}"] = getattr(rewards, name)()
             facts.append({**about_it, "id": len(facts), "total_steps": len(rewards)})
-            notes[_RUNNING] += episode.is_running
-            notes[_CUT] += episode.is_cut
+            notes[_RUNNING] += bool(running[number])
+            notes[_CUT] += bool(cut[number])
             yield episode_buffer(**{"infos": {}, **nest(arrays)})
 
     with new_path(target) as folder:
@@ -199,32 +196,36 @@ def _env_spec(given: Any) -> str | None:
     )
 
 
-def _names(source: Source) -> list[str]:
-    """Returns the leaves' names in TED, in which entries of a tuple are `_index_0` and so on."""
-    names: list[str] = []
-    for path, name in zip(source.paths, source.specs, strict=True):
+def _names(specs: Mapping[str, Any], stored: Any) -> dict[str, str]:
+    """Returns the names of leaves in which entries of a tuple are `_index_0` and so on.
+
+    `stored` is the spec of a buffer's items, of which the specs are the leaves.
+    """
+    for name, kinds in _KINDS.items():
+        if name not in specs:
+            raise ValueError(f"write_minari: leaf '{name}': expected an array, got {[*specs]}.")
+        shape, dtype = specs[name].shape, np.dtype(specs[name].dtype)
+        if shape or dtype.kind not in kinds:
+            raise ValueError(
+                f"write_minari: leaf '{name}': expected one "
+                f"{'bool' if kinds == 'b' else 'number'} for each step, got {dtype} of shape "
+                f"{shape}."
+            )
+    names: dict[str, str] = {}
+    for name, (path, _) in zip(specs, jax.tree_util.tree_leaves_with_path(stored), strict=False):
         parts = name.split("/")
         if any("/" in leaf_name((part,)) for part in path):
             raise ValueError(f"write_minari: expected names without a slash, got {parts}.")
         for place in range(1, min(len(parts), len(path)) + 1):
             if parts[-place] == str(getattr(path[-place], "idx", None)):
                 parts[-place] = f"_index_{parts[-place]}"
-        names.append("/".join(parts))
-    for name in _KINDS:
-        if name not in names:
-            raise ValueError(f"write_minari: leaf '{name}': expected an array, got {names}.")
+        names[name] = "/".join(parts)
     return names
 
 
 def _arrays(where: str, leaves: Leaves) -> Leaves:
     """Returns the arrays of an episode by Minari's names, from leaves by those in TED."""
     for name, leaf in leaves.items():
-        kinds = _KINDS.get(name)
-        if kinds and (leaf.ndim != 1 or leaf.dtype.kind not in kinds):
-            raise ValueError(
-                f"{where}: leaf '{name}': expected one {'bool' if kinds == 'b' else 'number'} for "
-                f"each step, got {leaf.dtype} of shape {leaf.shape[1:]}."
-            )
         if leaf.dtype.kind not in "biufc" or leaf.dtype.isbuiltin == 2:
             raise ValueError(
                 f"{where}: leaf '{name}': expected a dtype that HDF5 has, got {leaf.dtype}. Store "
@@ -240,7 +241,7 @@ def _arrays(where: str, leaves: Leaves) -> Leaves:
             f"got {sorted(after)}."
         )
     truncated = leaves["next/truncated"].copy()
-    truncated[-1] |= ~leaves["next/terminated"][-1]
+    truncated[-1] |= ~leaves["next/terminated"][-1]  # the step after it may be left out
     leaves = {**leaves, "next/truncated": truncated}
     for name in [name for name in leaves if name.split("/")[0] in ("observation", "info")]:
         if f"next/{name}" not in leaves:

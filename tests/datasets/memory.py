@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jrb.datasets.format import Description, Format, Indexed, spec_of, ted
+from jrb.datasets.format import Description, Format, Indexed, shifted, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Memory(Format):
         return map(self._read, source)
 
     def _read(self, each):
-        over = each["terminated"]
-        return ted(
-            each["observation"],
-            each["action"],
-            each["reward"] * each["reward"].dtype.type(self.scale),
-            over,
-            np.zeros_like(over),
-            extra=each["extra"],
-        )
+        over, seen = each["terminated"], each["observation"]
+        reward = each["reward"] * each["reward"].dtype.type(self.scale)
+        after = {"observation": shifted(seen, len(over)), "reward": reward}
+        return {
+            "observation": seen[: len(over)],
+            "action": each["action"],
+            "next": {**after, "terminated": over, "truncated": np.zeros_like(over)},
+            "extra": each["extra"],
+        }
 
 
 class Quick(Indexed, Memory):

@@ -327,7 +327,7 @@ def test_steps_without_a_next_observation_are_left_out(tmp_path):
     assert episode.observations.tolist() == [0, 1, 2, 3]
     assert episode.truncations.tolist() == [False, False, True]
     assert "1 steps whose next observation" in jrb.datasets.open(tmp_path / "name-v0").notes[0]
-    with pytest.raises(ValueError, match=r"'next/valid': expected False in the last step"):
+    with pytest.raises(ValueError, match="'next/valid': expected True but for last steps"):
         written(tmp_path / "other-v0", plain(next__valid=~valid))
 
 

@@ -1,27 +1,20 @@
-"""Checkpoints and stores of jrb as datasets, loaded by `jrb.load`.
-
-K episodes, T steps of all of them.
-"""
+"""Checkpoints and stores of jrb as datasets, loaded by `jrb.load`."""
 
 import contextlib
 import dataclasses
-import functools
 import os
 from collections.abc import Iterator
 from typing import Any, ClassVar
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 import jrb
 from jrb.authoring import enable_x64, leaf_names
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import DamagedError
-from jrb.datasets.format import Source, native
+from jrb.datasets.format import Source
 from jrb.datasets.reading import tabular
+from jrb.datasets.reading.buffered import episode_table
 from jrb.datasets.reading.names import check, leaves_in_ted
-from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, TRUNCATED, VALID, Table
+from jrb.datasets.reading.tabular import Table
 from jrb.keys import Keys
 
 _Loaded = tuple[Table, int | None, str]
@@ -112,10 +105,7 @@ class CheckpointFile(Checkpoint):
 
 
 def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
-    """Loads one generation, or a file; refuses all but one buffer whose items are in episodes.
-
-    Items are read when they are asked for, from memory or from the files of a store.
-    """
+    """Loads one generation, or a file; refuses all but one buffer whose items are in episodes."""
     with enable_x64():
         options = {"generation": number, "verify": format.verify}
         buffer, state = jrb.load(path, format.buffer, **options)
@@ -127,64 +117,12 @@ def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
         if keys != buffer.keys:
             keyed = dataclasses.replace(buffer, keys=keys, storage=jrb.DeviceStorage())
             buffer, state = keyed, jrb.rebuild(buffer, state, keyed)
-        episodes = jrb.episodes(buffer, state)
     names = leaf_names(buffer.stored(state))
     twice = [name for name in names if names.count(name) > 1]
     got = f"{len(twice)} of this name. Load it with jrb.load, and rename one"
     where = f"{path}: leaf '{', '.join(twice[:1])}'"
     check(not twice, where, "leaves with names of their own", got)
-    facts = {
-        "environment": np.array([each.environment for each in episodes], np.int64),
-        "complete": np.array([each.complete for each in episodes], bool),
-        "running": np.array([not each.ended for each in episodes], bool),
-        "cut": np.array([each.cut for each in episodes], bool),
-    }
-    slots = [np.asarray(each.slots) for each in episodes]
+    table = episode_table(path, buffer, state, [*leaves_in_ted(path, names, keys).values()])
     stat = os.stat(path)
     about = stat.st_mtime_ns if number is None else jrb.checkpoint.metadata(path, number)
-    leaves = list(leaves_in_ted(path, names, keys).values())
-    order = np.concatenate([np.zeros(0, np.int32), *slots])
-    ends = np.cumsum([len(each) for each in slots], dtype=np.int64)
-    is_last = np.isin(np.arange(len(order)), ends - 1)
-
-    def take(at: np.ndarray) -> dict[str, np.ndarray]:
-        # Reads are compiled for each length, so lengths are rounded up to powers of two.
-        padding = (1 << (len(at) - 1).bit_length()) - len(at) if len(at) else 0
-        padded = np.pad(at, (0, padding), mode="edge" if len(at) else "constant")
-        with enable_x64():  # every leaf in the dtype of the files
-            items = buffer.take(state, jnp.asarray(padded, jnp.int32))
-            arrays = [np.array(_raw(leaf))[: len(at)] for leaf in jax.tree.leaves(items)]
-        steps = dict(zip(leaves, arrays, strict=True))
-        flags = {name: tabular.is_set(steps.pop(name)) for name in FLAGS if name in steps}
-        terminated, truncated = tabular.combined_flags(len(at), *map(flags.get, FLAGS))
-        return {**steps, TERMINATED: terminated, TRUNCATED: truncated}
-
-    # All columns of a slice are read at once: a table asks for two slices, one a row longer.
-    @functools.lru_cache(maxsize=2)
-    def read(start: int, stop: int) -> dict[str, np.ndarray]:
-        steps = take(order[start:stop])
-        valid = tabular.is_set(steps.get(VALID, np.ones(stop - start)))
-        inside = valid | is_last[start:stop]
-        got, where = f"{np.count_nonzero(~inside)} others", f"{path}: leaf '{VALID}'"
-        check(inside.all(), where, "True but for last steps of episodes", got)
-        return steps
-
-    last, columns = take(order[is_last]), dict[str, tabular.DerivedColumn]()
-    for name, leaf in last.items():
-        column = lambda start, stop, name=name: read(start, stop)[name].copy()
-        shape = (len(order), *leaf.shape[1:])
-        columns[name] = tabular.DerivedColumn(shape, native(leaf.dtype), column)
-    cut = None
-    if columns.pop(VALID, None) is not None:  # `Dataset` adds it again
-        cut = ~tabular.is_set(last[VALID]) & ~last[TERMINATED]
-    elif not any(name.split("/")[:2] == ["next", "observation"] for name in columns):
-        cut = ~last[TERMINATED]
-    notes = (tabular.DONE_NOTE,) * ({*FLAGS}.intersection(leaves) == {DONE})
-    table = Table(columns, ends, facts, notes=notes, cut=cut)
-    return table, number, repr((stat.st_ino, about, len(slots)))
-
-
-def _raw(leaf: Any) -> Any:
-    """Returns PRNG keys as their words, other arrays as they are."""
-    is_keys = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_keys else leaf
+    return table, number, repr((stat.st_ino, about, len(table.ends)))

@@ -152,6 +152,12 @@ def item_spec(example: Any, lead: int, keys: Keys, verb: str) -> ItemSpec:
             f"{list(_RESERVED)}: name all parts with keys=jrb.Keys(...)."
         ) from error
     arrays = [_recorded(in_ted[name], spec) for name, spec in zip(names, specs, strict=True)]
+    for leaf in arrays:
+        if leaf.width >= 1 << 31:  # of a column of bytes in Arrow
+            raise ValueError(
+                f"{verb}: leaf '{leaf.name}': expected less than 2 GiB in one item, got "
+                f"{leaf.dtype} of shape {leaf.shape}."
+            )
     return ItemSpec(structure, specs, names, arrays, numbers, episode)
 
 

@@ -75,6 +75,7 @@ class RecordedLeaf:
     def is_bytes(self) -> bool:
         """True if the column holds the bytes of the numbers."""
         has_type = self.numpy.kind in "biuf" and self.numpy.isbuiltin == 1
+        has_type &= self.numpy.itemsize <= 8
         return not has_type or math.prod(self.shape) > _MOST_NUMBERS
 
     @functools.cached_property

@@ -202,6 +202,7 @@ def test_items_are_mapped_by_their_keys(tmp_path):
 
 DTYPES = [np.float64, np.int64, np.uint8, np.bool_, np.complex64, np.dtype(">f4")]
 DTYPES += [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
+DTYPES += [np.longdouble, np.clongdouble]
 
 
 def test_every_dtype_comes_back_bit_for_bit(tmp_path):
@@ -212,6 +213,8 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path):
             columns[str(dtype)] = rng.random((9, 3)) < 0.5
         elif dtype == ml_dtypes.int4:
             columns[str(dtype)] = rng.integers(-8, 8, (9, 3)).astype(dtype)
+        elif dtype.char in "gG":  # which have bits without a meaning
+            columns[str(dtype)] = rng.normal(size=(9, 3)).astype(dtype) / 3
         else:  # NaN and all
             raw = rng.integers(0, 256, (9, 3 * dtype.itemsize), np.uint8)
             columns[str(dtype)] = raw.view(dtype)
@@ -514,6 +517,8 @@ def bad_examples():
     yield "ids", {**good, "id": np.float32(1)}, ids, TypeError, "expected integers"
     yield "no ids", good, ids, ValueError, "'id': expected one number for each item.*no such leaf"
     yield "strings", {**good, "x": np.array("a")}, keys, TypeError, "expected numbers, got dtype"
+    wide = jax.ShapeDtypeStruct((1 << 20, 1 << 11), np.uint8)
+    yield "wide", {**good, "x": wide}, keys, ValueError, "leaf 'x': expected less than 2 GiB in one"
     yield "objects", {**good, "x": np.array([{}])}, keys, TypeError, "expected numbers, got dtype"
 
 
