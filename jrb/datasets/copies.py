@@ -127,10 +127,7 @@ def fill_buffer(
 def _make_copy(
     flow: Streams, buffer: ReplayBuffer, path: str, digest: bytes, show: bool | None
 ) -> BufferState:
-    """Returns the state of a buffer whose rows are, or will be, in files at the path.
-
-    The digest is written down with the rows, so that a copy of another dataset is refused.
-    """
+    """Returns the state of a buffer whose rows are, or will be, in files at the path."""
     before = store_at(path)
     try:
         state = _open_copy(buffer, path, digest)
@@ -254,7 +251,7 @@ def locked(path: str, wait: bool) -> Iterator[None]:
 def _digest(dataset: Any, num_envs: int | None, reads: bool = False) -> bytes:
     """Returns 32 bytes that are others for other datasets, or after the files were written to.
 
-    With `reads`, files are compared by their content, else by path, size and time of change.
+    Files are told apart by their content with `reads`, else by path, size and time of change.
     """
     source = dataset.source
     if isinstance(source, tuple):

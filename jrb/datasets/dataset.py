@@ -351,11 +351,7 @@ class Dataset(Sequence[Episode]):
     def _read(
         self, read: Callable[[Source, list[int]], Iterator[Episode]], each: bool
     ) -> Iterator[Episode]:
-        """Yields blocks of steps with all flags; with `each`, one is an episode.
-
-        Raises:
-            ValueError: there are other steps than when the dataset was opened.
-        """
+        """Yields blocks of steps with all flags, episodes with `each`; refuses changed files."""
         lengths = self.description.lengths[self.numbers]
         stops, total, stop, number = np.cumsum(lengths), int(lengths.sum()), 0, -1
         last, cut = (stops - 1)[lengths > 0], self.cut[lengths > 0]

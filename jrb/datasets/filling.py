@@ -27,21 +27,13 @@ _log = logging.getLogger("jrb.datasets")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Streams:
-    """A dataset as rows of time.
+    """A dataset as rows of time."""
 
-    Attributes:
-        datasets: of each environment; each episode is in one of them.
-        num_envs: E, or None for one stream.
-        rows: the steps of the longest stream.
-        is_even: True if all streams are of one length.
-        row_bytes: the bytes of a row of time.
-    """
-
-    datasets: tuple[Any, ...]
-    num_envs: int | None
-    rows: int
-    is_even: bool
-    row_bytes: int
+    datasets: tuple[Any, ...]  # of each environment; each episode is in one of them
+    num_envs: int | None  # E, or None for one stream
+    rows: int  # steps of the longest stream
+    is_even: bool  # True if all streams are of one length
+    row_bytes: int  # bytes of a row of time
 
 
 def streams(dataset: Any, num_envs: int | None) -> Streams:
@@ -61,11 +53,8 @@ def written(
 ) -> Iterator[tuple[BufferState, int, bool]]:
     """Writes the rows from this one on to a state, which is donated.
 
+    Yields the state after each piece, the number of its rows, and True if it is time to commit.
     Warns of rewards that are NaN or infinite, which are kept.
-
-    Yields:
-        The state after each piece, how many rows it has, and True if much was written since the
-        last time that this was true.
     """
     methods, last, num_odd, first_odd = jitted(buffer), rows, 0, np.inf
     with track(flow.rows, "reading", show) as advance:
@@ -100,9 +89,8 @@ def written(
 def _pieces(flow: Streams, start: int) -> Iterator[tuple[Episode, Any, int]]:
     """Yields the rows from `start` on, as many each time: one program writes all of them.
 
-    Yields:
-        Items `[T, ...]` or `[T, E, ...]`, zeros where a stream has ended; which of them there are,
-        bool `[T]` or `[T, E]`, or None for all; and how many rows of time they are.
+    Items have zeros where a stream has ended, and a mask, None where all are there. The number is
+    that of the rows of time.
     """
     size = max(1, min(_PIECE // flow.row_bytes, flow.rows - start))
     parts = [regrouped(_after(dataset, start), size) for dataset in flow.datasets]

@@ -84,11 +84,7 @@ def _installed_formats() -> tuple[Format, ...]:
 
 
 def choose_format(source: Source, format: str | Format | None = None) -> Format:
-    """Returns the format of a source: the one that is named, or the first that matches it.
-
-    Raises:
-        ValueError: no format does, or none has this name.
-    """
+    """Returns the format of a source: the one that is named, or the first that matches it."""
     if isinstance(format, Format):
         return format
     by_name = formats()
@@ -166,9 +162,7 @@ def delete(name: str, root: str | os.PathLike[str] | None = None) -> None:
 def locked(path: str) -> Iterator[removal.IsOwn]:
     """Holds the locks of all that may write to a dataset; yields which files are its own.
 
-    Raises:
-        ValueError: it is no dataset; or it has files in it that belong to something else.
-        LockedError: it is being written to.
+    Refuses what is no dataset, and a folder with files in it that belong to something else.
     """
     is_own: removal.IsOwn = lambda path, name: False
     if os.path.islink(path):  # only the link is removed

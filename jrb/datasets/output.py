@@ -12,11 +12,7 @@ from jrb.authoring import Folder, absolute_path, checks, require
 
 
 def absent(path: str | os.PathLike[str]) -> str:
-    """Returns the absolute path of a place where nothing is.
-
-    Raises:
-        ValueError: there is something.
-    """
+    """Returns the absolute path of a place where nothing is, or raises `ValueError`."""
     target = absolute_path(path)
     if os.path.lexists(target):
         raise ValueError(
@@ -30,9 +26,6 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yields a path for a new file or folder, which is synced and renamed to `path`.
 
     Folders above it are made. After an error nothing is left at either path.
-
-    Raises:
-        ValueError: there is something at `path`.
     """
     target = absent(path)
     above, name = os.path.split(target)
@@ -63,18 +56,9 @@ def _sync_file(path: str) -> None:
 
 @contextlib.contextmanager
 def track(total: int, text: str, show: bool | None = None) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on stderr while the context lasts.
+    """Shows a bar on stderr; yields a function to call with the number of steps done since.
 
-    Args:
-        total: the number of steps.
-        text: shown beside the bar.
-        show: None for a bar where stderr is a terminal, and rich is installed.
-
-    Yields:
-        A function to call with the number of steps done since the last call.
-
-    Raises:
-        ModuleNotFoundError: rich is not installed, and `show` is True.
+    `show` is None for a bar where stderr is a terminal, and rich is installed.
     """
     if show is not None:
         checks.flag("progress", show)

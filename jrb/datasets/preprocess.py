@@ -21,8 +21,10 @@ import numpy as np
 from jrb.authoring import Folder, checks, leaf_name, tree_nbytes
 from jrb.datasets.format import Episode, native, rows_of, sliced
 from jrb.datasets.output import new_path, track
+from jrb.datasets.reading.names import check
 from jrb.datasets.reading.tabular import is_set
 from jrb.datasets.recording import parts
+from jrb.datasets.recording.items import check_numeric
 from jrb.datasets.recording.parts import RecordedLeaf, RecordingSchema
 from jrb.layouts.names import Leaves, flatten
 
@@ -52,7 +54,7 @@ Result = Leaves | Failure | None
 """The leaves of a block by name; None for an episode that is left out."""
 
 Run = Callable[[Iterator[Episode]], Iterator[tuple[Episode, Result]]]
-"""Maps blocks of steps, or episodes; returns them with their results, in their order."""
+"""Maps blocks of steps, or episodes; yields them with their results, in their order."""
 
 
 def preprocess(
@@ -103,11 +105,7 @@ def preprocess(
 
 
 def _write(folder: str, mapped: Iterator[Mapped], dataset: Any) -> None:
-    """Writes mapped steps as the parts of a recording, and what the dataset says of the episodes.
-
-    Raises:
-        ValueError: there are no steps.
-    """
+    """Writes mapped steps as the parts of a recording, and what the dataset says of episodes."""
     writer, blocks = parts.new_writer_name("dataset"), []
     num_parts = num_bytes = num_episodes = step = 0
     kept = [np.zeros(0, np.int64)]
@@ -242,22 +240,16 @@ def _map_episode(function: Function, episode: Episode) -> Result:
             return None
         leaves = _flat(result)
         lengths = {name: leaf.shape[0] if leaf.ndim else None for name, leaf in leaves.items()}
-        if len(set(lengths.values())) != 1 or set(lengths.values()) & {None, 0}:
-            raise ValueError(
-                "expected arrays [T, ...] of one length, at least 1, or None to leave the episode "
-                f"out, got lengths {lengths}."
-            )
+        is_right = len(set(lengths.values())) == 1 and not {*lengths.values()} & {None, 0}
+        expected = "arrays [T, ...] of one length, at least 1, or None to leave it out"
+        check(is_right, "episode", expected, f"lengths {lengths}")
         return leaves
     except Exception as error:
         return Failure(0, error)
 
 
 def _compiled(function: Function, cast: bool, spec: Any, rows: int) -> Callable[[Episode], Result]:
-    """Returns what maps blocks of steps by a function of JAX, all in the shape of the first.
-
-    Raises:
-        TypeError: steps with numbers of 64 bits, which JAX would make ones of 32.
-    """
+    """Returns what maps blocks of steps by a function of JAX, all in the shape of the first."""
     compiled = jax.jit(jax.vmap(function))
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         if not cast and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
@@ -297,33 +289,20 @@ def _flat(item: Any) -> Leaves:
     """Returns the arrays of what a function returned, by name."""
     leaves = flatten(jax.tree.map(np.asarray, item), "function")
     for name, leaf in leaves.items():
-        if leaf.dtype.kind in "OSUMm" or leaf.dtype.fields is not None:
-            raise TypeError(
-                f"leaf '{name}': expected numbers, got dtype {leaf.dtype}. Encode it, or leave it "
-                "out."
-            )
+        check_numeric(f"leaf '{name}'", leaf.dtype)
     return leaves
 
 
 def _checked(result: Result, first: Forms, where: Callable[[int], str]) -> tuple[Leaves, Forms]:
-    """Returns the leaves of a result, none if it is left out, and the forms of the first result.
-
-    Raises:
-        RuntimeError: the function failed, or returned something else than it did first.
-    """
+    """Returns the leaves of a result, none if it is left out, and the forms of the first result."""
     if isinstance(result, dict):
         try:
             for name in (_REWARD, *_FLAGS):
-                if name not in result:
-                    raise ValueError(
-                        f"leaf '{name}': expected one in what the function returns, got the leaves "
-                        f"{sorted(result)}. Put back what it does not change: {{**step, ...}}."
-                    )
-                if name != _REWARD and result[name].ndim != 1:
-                    raise ValueError(
-                        f"leaf '{name}': expected shape () for a step, got "
-                        f"{result[name].shape[1:]}."
-                    )
+                got = f"the leaves {sorted(result)}. Put back what it does not change: "
+                got += "{**step, ...}"
+                check(name in result, f"leaf '{name}'", "one in what the function returns", got)
+                row = result[name].shape[1:]
+                check(name == _REWARD or not row, f"leaf '{name}'", "shape () for a step", row)
             first = _same_forms(first, result, 1)
         except ValueError as error:
             result = Failure(0, error)
@@ -341,17 +320,13 @@ def _checked(result: Result, first: Forms, where: Callable[[int], str]) -> tuple
 
 
 def _same_forms(first: Forms, leaves: Leaves, lead: int) -> Forms:
-    """Returns the dtypes and shapes of steps; raises unless they are those of the first, if any.
-
-    Shapes are those without the first `lead` axes.
-    """
+    """Returns the forms of steps after `lead` axes; refuses others than the first, if any."""
     forms = {name: (leaf.dtype, leaf.shape[lead:]) for name, leaf in leaves.items()}
     if first and forms != first:
         text = lambda form: f"{form[0]}{list(form[1])}" if form else "no such leaf"
         for name in sorted(first.keys() | forms.keys()):
             want, got = text(first.get(name)), text(forms.get(name))
-            if want != got:
-                raise ValueError(f"leaf '{name}': expected {want}, as before, got {got}.")
+            check(want == got, f"leaf '{name}'", f"{want}, as before", got)
     return first or forms
 
 
@@ -377,11 +352,11 @@ def _in_order(
 def _call_elsewhere(call: Callable[[Episode], Result], task: Episode) -> Result:
     """Calls the function in another process; an error takes its traceback along as a note."""
     result = call(task)
-    if not isinstance(result, Failure):
-        return result
-    error = result.error if _can_be_sent(result.error) else RuntimeError(repr(result.error))
-    error.add_note("".join(traceback.format_exception(result.error)))
-    return Failure(result.place, error)
+    if isinstance(result, Failure):
+        error = result.error if _can_be_sent(result.error) else RuntimeError(repr(result.error))
+        error.add_note("".join(traceback.format_exception(result.error)))
+        result = Failure(result.place, error)
+    return result
 
 
 def _can_be_sent(thing: object) -> bool:

@@ -121,11 +121,9 @@ def returns(items: Any, *, keys: Keys = TED) -> Any:
 
 
 def _ends(items: Any, keys: Keys, who: str) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the ends of trajectories.
+    """Returns the items that end a trajectory, bool `[T]`, the last only if it says so.
 
-    Returns:
-        Bool `[T]`, the items that end one, the last only if it says so; and int64 `[K]`, the
-        number of items up to the end of each, where the last item ends one too.
+    And int64 `[K]`, the number of items up to the end of each, where the last item ends one too.
     """
     leaves = jax.tree_util.tree_leaves_with_path(items)
     shapes = {leaf_name(path): np.shape(leaf) for path, leaf in leaves}

@@ -17,7 +17,7 @@ from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Episode
 from jrb.datasets.output import new_path
 from jrb.datasets.reading.buffered import InMemory, episode_table
-from jrb.datasets.reading.names import check_names, ted_names
+from jrb.datasets.reading.names import check, check_names, ted_names
 from jrb.datasets.reading.tabular import FLAGS, VALID
 from jrb.keys import within
 from jrb.layouts import flat
@@ -77,24 +77,16 @@ def unfinished(dataset: Dataset) -> list[np.ndarray]:
 def check_roles(who: str, names: Any) -> None:
     """Raises `ValueError` unless there are leaves of observations, actions, next observations."""
     for role in ("observation", "action", "next/observation"):
-        if not any(within(name, role) for name in names):
-            raise ValueError(
-                f"{who}: expected items with '{role}', got leaves {list(names)}. Name them with "
-                "keys=jrb.Keys(...)."
-            )
+        has_role = any(within(name, role) for name in names)
+        got = f"leaves {list(names)}. Name them with keys=jrb.Keys(...)"
+        check(has_role, who, f"items with '{role}'", got)
 
 
 def first_break(where: str, name: str, before: np.ndarray, after: np.ndarray) -> int | None:
-    """Returns the first step whose next observation is not the observation of the next step.
-
-    Raises:
-        ValueError: both arrays `[T, ...]` have other dtypes or shapes.
-    """
-    if (before.dtype, before.shape) != (after.dtype, after.shape):
-        raise ValueError(
-            f"{where}: leaf 'next/{name}': expected rows like those before the action, "
-            f"{before.dtype} of shape {before.shape[1:]}, got {after.dtype} of {after.shape[1:]}."
-        )
+    """Returns the first step whose next observation is not the observation of the next step."""
+    forms = [f"{rows.dtype} of shape {rows.shape[1:]}" for rows in (before, after)]
+    expected = f"rows like those before the action, {forms[0]}"
+    check(forms[0] == forms[1], f"{where}: leaf 'next/{name}'", expected, forms[1])
     breaks = np.flatnonzero(flat.differ(before[None], after[None])[0])
     return int(breaks[0]) if len(breaks) else None
 
@@ -128,20 +120,13 @@ def write_d4rl(
     dataset, specs = dataset_of("write_d4rl", buffer, state)
     check_roles("write_d4rl", specs)
     for name in _D4RL:
-        if name not in specs:
-            raise ValueError(
-                f"write_d4rl: expected one array '{name}', got leaves {list(specs)}. "
-                "write_rlds takes nested ones."
-            )
+        got = f"leaves {list(specs)}. write_rlds takes nested ones"
+        check(name in specs, "write_d4rl", f"one array '{name}'", got)
     for name, leaf in specs.items():
-        if np.dtype(leaf.dtype).kind not in "biufc":
-            raise ValueError(
-                f"write_d4rl: leaf '{name}': expected a dtype that HDF5 has, got {leaf.dtype}. "
-                "Convert it."
-            )
+        is_known, where = np.dtype(leaf.dtype).kind in "biufc", f"write_d4rl: leaf '{name}'"
+        check(is_known, where, "a dtype that HDF5 has", f"{leaf.dtype}. Convert it")
     steps = dataset.transitions
-    if not steps:
-        raise ValueError("write_d4rl: expected a buffer that holds steps, got an empty one.")
+    check(steps, "write_d4rl", "a buffer that holds steps", "an empty one")
     in_file = lambda name: _D4RL.get(name) or "infos/" + name.removeprefix("info/")
     with new_path(path) as temporary, h5py.File(temporary, "w") as file:
         for name, leaf in specs.items():
@@ -218,18 +203,13 @@ def _steps(where: str, episode: Episode) -> dict[str, Any]:
         if within(name, "next/observation")
     }
     before = {name for name in leaves if within(name, "observation")}
-    if before != after.keys():
-        raise ValueError(
-            f"{where}: leaf 'next/observation': expected what the observation is, {sorted(before)},"
-            f" got {sorted(after)}. RLDS has each observation once."
-        )
+    expected = f"what the observation is, {sorted(before)}"
+    got = f"{sorted(after)}. RLDS has each observation once"
+    check(before == after.keys(), f"{where}: leaf 'next/observation'", expected, got)
     for name, leaf in after.items():
         step = first_break(where, name, leaves[name], leaf)
-        if step is not None:
-            raise ValueError(
-                f"{where}: leaf 'next/{name}': expected the next step's '{name}', got another "
-                f"after step {step}. RLDS has each observation once; write_d4rl has both."
-            )
+        got = f"another after step {step}. RLDS has each observation once; write_d4rl has both"
+        check(step is None, f"{where}: leaf 'next/{name}'", f"the next step's '{name}'", got)
     rows = {"reward" if name == "next/reward" else name: leaf for name, leaf in leaves.items()}
     if has_last:  # a last row, with zeros where it has nothing
         for name, leaf in rows.items():

@@ -19,7 +19,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.formats.minari import METADATA
 from jrb.datasets.output import absent, new_path
-from jrb.datasets.reading.names import check_names
+from jrb.datasets.reading.names import check, check_names
 from jrb.datasets.reading.tabular import VALID
 from jrb.datasets.writing import dataset_of, first_break, unfinished
 from jrb.keys import within
@@ -91,21 +91,13 @@ def write_minari(
     """
     target = absent(path)
     name = os.path.basename(target) if dataset_id is None else dataset_id
-    if not isinstance(name, str) or not _ID.fullmatch(name):
-        raise ValueError(
-            f"dataset_id: expected <namespace>/<name>-v<number> (the namespace may lack), got "
-            f"{name!r}."
-        )
-    serialization = require("minari.serialization", "minari")
-    spaces = {"observations": observation_space, "actions": action_space}
-    for role, space in spaces.items():
-        if isinstance(space, str) or (isinstance(space, dict) and "type" in space):
-            try:
-                spaces[role] = serialization.deserialize_space(space)
-            except Exception as error:  # whatever the package raises over JSON that is no space
-                raise ValueError(
-                    f"{role[:-1]}_space: expected JSON of a space, got {space!r}."
-                ) from error
+    is_id = isinstance(name, str) and _ID.fullmatch(name)
+    expected = "<namespace>/<name>-v<number> (the namespace may lack)"
+    check(is_id, "dataset_id", expected, repr(name))
+    spaces = {
+        "observation": _space("observation_space", observation_space),
+        "action": _space("action_space", action_space),
+    }
     about: dict[str, Any] = {
         "dataset_id": name,
         "author": [author] if isinstance(author, str) else list(author),
@@ -118,9 +110,10 @@ def write_minari(
     }
     dataset, specs = dataset_of("write_minari", buffer, state, roles=_ROLES)
     running, cut = unfinished(dataset)
-    is_buffer = isinstance(buffer, ReplayBuffer) and state is not None
-    names = _names(specs, buffer.stored(state) if is_buffer else None)
+    stored = None if isinstance(buffer, Dataset) or state is None else buffer.stored(state)
+    names = _names(specs, stored)
     facts: list[dict[str, Any]] = []
+    source_facts = dataset.facts
     notes: collections.Counter[str] = collections.Counter()
     arrays: Leaves = {}  # of the last episode
     bounds: dict[str, tuple[int, int]] = {}  # of single integers
@@ -139,15 +132,8 @@ def write_minari(
                 if array.ndim == 1 and array.dtype.kind in "biu":
                     ends = [int(array.min()), int(array.max()), *bounds.get(name, ())]
                     bounds[name] = (min(ends), max(ends))
-            rewards = arrays["rewards"].astype(np.float64)
-            about_it: dict[str, Any] = {}
-            for name, every in dataset.facts.items():
-                fact = every[number].item() if every.dtype != object else every[number]
-                if isinstance(fact, str | int | float):
-                    about_it[name] = fact
-            for name in ("sum", "mean", "std", "max", "min"):
-                about_it[f"rewards_{name}"] = getattr(rewards, name)()
-            facts.append({**about_it, "id": len(facts), "total_steps": len(rewards)})
+            own = {name: every[number] for name, every in source_facts.items()}
+            facts.append({**_facts(own, arrays["rewards"]), "id": len(facts)})
             notes[_RUNNING] += bool(running[number])
             notes[_CUT] += bool(cut[number])
             yield episode_buffer(**{"infos": {}, **nest(arrays)})
@@ -159,24 +145,44 @@ def write_minari(
         any_space = require("gymnasium.spaces", "minari").Discrete(1)
         storage = _package().MinariStorage.new(data, any_space, any_space, jpeg_encoding=False)
         storage.update_episodes(episodes())
-        if not facts:
-            raise ValueError("write_minari: expected at least one episode, got none.")
+        check(facts, "write_minari", "at least one episode", "none")
+        serialize = require("minari.serialization", "minari").serialize_space
         for role, given in spaces.items():
-            space = _derived(role, nest(arrays)[role], bounds) if given is None else given
-            got = {leaf: getattr(each, "shape", None) for leaf, each in _leaf_spaces(role, space)}
-            want = {leaf: it.shape[1:] for leaf, it in arrays.items() if within(leaf, role)}
-            if got != want:
-                raise ValueError(
-                    f"{role[:-1]}_space: expected a space of arrays of the shapes {want}, got one "
-                    f"of {got}."
-                )
-            about[f"{role[:-1]}_space"] = serialization.serialize_space(space)
+            name = f"{role}s"
+            space = _derived(name, nest(arrays)[name], bounds) if given is None else given
+            got = {leaf: getattr(each, "shape", None) for leaf, each in _leaf_spaces(name, space)}
+            want = {leaf: it.shape[1:] for leaf, it in arrays.items() if within(leaf, name)}
+            expected = f"a space of arrays of the shapes {want}"
+            check(got == want, f"{role}_space", expected, f"one of {got}")
+            about[f"{role}_space"] = serialize(space)
         about["notes"] = [text.format(n, len(facts)) for text, n in notes.items() if n]
         storage.update_episode_metadata(facts)
         about = {**storage.read_raw_metadata(data), **about}
         about = {name: value for name, value in about.items() if value is not None}
         with open(os.path.join(data, METADATA), "w", encoding="utf-8") as file:
             json.dump(about, file)
+
+
+def _space(name: str, given: Any) -> Any:
+    """Returns a space that is given as one of Gymnasium or as JSON."""
+    if not (isinstance(given, str) or (isinstance(given, dict) and "type" in given)):
+        return given
+    try:
+        return require("minari.serialization", "minari").deserialize_space(given)
+    except Exception as error:  # whatever the package raises over JSON that is no space
+        raise ValueError(f"{name}: expected JSON of a space, got {given!r}.") from error
+
+
+def _facts(own: Mapping[str, Any], rewards: np.ndarray) -> dict[str, Any]:
+    """Returns the facts about an episode that are single values, and those that Minari adds."""
+    facts: dict[str, Any] = {}
+    for name, fact in own.items():
+        fact = fact.item() if isinstance(fact, np.generic) else fact
+        if isinstance(fact, str | int | float):
+            facts[name] = fact
+    for name in ("sum", "mean", "std", "max", "min"):
+        facts[f"rewards_{name}"] = getattr(rewards.astype(np.float64), name)()
+    return {**facts, "total_steps": len(rewards)}
 
 
 def _env_spec(given: Any) -> str | None:
@@ -202,20 +208,16 @@ def _names(specs: Mapping[str, Any], stored: Any) -> dict[str, str]:
     `stored` is the spec of a buffer's items, of which the specs are the leaves.
     """
     for name, kinds in _KINDS.items():
-        if name not in specs:
-            raise ValueError(f"write_minari: leaf '{name}': expected an array, got {[*specs]}.")
+        check(name in specs, f"write_minari: leaf '{name}'", "an array", [*specs])
         shape, dtype = specs[name].shape, np.dtype(specs[name].dtype)
-        if shape or dtype.kind not in kinds:
-            raise ValueError(
-                f"write_minari: leaf '{name}': expected one "
-                f"{'bool' if kinds == 'b' else 'number'} for each step, got {dtype} of shape "
-                f"{shape}."
-            )
+        expected = f"one {'bool' if kinds == 'b' else 'number'} for each step"
+        is_right, where = not shape and dtype.kind in kinds, f"write_minari: leaf '{name}'"
+        check(is_right, where, expected, f"{dtype} of shape {shape}")
     names: dict[str, str] = {}
     for name, (path, _) in zip(specs, jax.tree_util.tree_leaves_with_path(stored), strict=False):
         parts = name.split("/")
-        if any("/" in leaf_name((part,)) for part in path):
-            raise ValueError(f"write_minari: expected names without a slash, got {parts}.")
+        has_slash = any("/" in leaf_name((part,)) for part in path)
+        check(not has_slash, "write_minari", "names without a slash", parts)
         for place in range(1, min(len(parts), len(path)) + 1):
             if parts[-place] == str(getattr(path[-place], "idx", None)):
                 parts[-place] = f"_index_{parts[-place]}"
@@ -226,20 +228,15 @@ def _names(specs: Mapping[str, Any], stored: Any) -> dict[str, str]:
 def _arrays(where: str, leaves: Leaves) -> Leaves:
     """Returns the arrays of an episode by Minari's names, from leaves by those in TED."""
     for name, leaf in leaves.items():
-        if leaf.dtype.kind not in "biufc" or leaf.dtype.isbuiltin == 2:
-            raise ValueError(
-                f"{where}: leaf '{name}': expected a dtype that HDF5 has, got {leaf.dtype}. Store "
-                "it as another."
-            )
+        is_known = leaf.dtype.kind in "biufc" and leaf.dtype.isbuiltin != 2
+        got = f"{leaf.dtype}. Store it as another"
+        check(is_known, f"{where}: leaf '{name}'", "a dtype that HDF5 has", got)
     before, after = (
         {name.removeprefix("next/") for name in leaves if within(name, role)}
         for role in ("observation", "next/observation")
     )
-    if before != after:
-        raise ValueError(
-            f"{where}: expected next observations like those before the action, {sorted(before)}, "
-            f"got {sorted(after)}."
-        )
+    expected = f"next observations like those before the action, {sorted(before)}"
+    check(before == after, where, expected, sorted(after))
     truncated = leaves["next/truncated"].copy()
     truncated[-1] |= ~leaves["next/terminated"][-1]  # the step after it may be left out
     leaves = {**leaves, "next/truncated": truncated}
@@ -249,12 +246,10 @@ def _arrays(where: str, leaves: Leaves) -> Leaves:
         # Both become one array `[T + 1, ...]`.
         following = leaves.pop(f"next/{name}")
         step = first_break(where, name, leaves[name], following)
-        if step is not None:
-            raise ValueError(
-                f"{where}: leaf 'next/{name}': expected what stands before the action of the next "
-                f"step, got another after step {step}. Minari's sets hold every observation once: "
-                "end the episode there, or write transitions of one step."
-            )
+        got = f"another after step {step}. Minari's sets hold every observation once: end the "
+        got += "episode there, or write transitions of one step"
+        expected = "what stands before the action of the next step"
+        check(step is None, f"{where}: leaf 'next/{name}'", expected, got)
         leaves[name] = np.concatenate([leaves[name], following[-1:]])
     names: list[str] = []
     for name in leaves:

@@ -132,11 +132,7 @@ def _table(
 def check_whole(path: str) -> str:
     """Refuses a damaged file, or a folder with one, which no format recognises for that reason.
 
-    Returns:
-        A sentence on a file that does not begin as its name says; of others, nothing.
-
-    Raises:
-        ValueError: the message names the file and the damage.
+    Returns a sentence on a file that does not begin as its name says; of others, nothing.
     """
     folders, paths = [os.path.join(path, name) for name in _FOLDERS], [path]
     if os.path.isdir(path):

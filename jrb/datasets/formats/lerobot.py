@@ -74,7 +74,7 @@ class LeRobot(tabular.TableFormat):
                 notes.append(f"The video {feature} is left out: {reason}.")
                 continue
             times, frame, fps = columns["timestamp"], _frame(features[feature]), meta.info["fps"]
-            columns[names[feature]] = images.VideoColumn(paths, begins, ends, times, frame, fps)
+            columns[names[feature]] = images.video_column(paths, begins, ends, times, frame, fps)
             how = "are decoded from a video, which keeps them inexactly"
             notes.append(f"The frames {feature} {how}.")
         present = [name for name in FLAGS if name in columns]

@@ -12,7 +12,7 @@ import numpy as np
 from jrb.authoring import require
 from jrb.datasets.reading import arrow
 from jrb.datasets.reading.names import check
-from jrb.datasets.reading.tabular import Column
+from jrb.datasets.reading.tabular import Column, DerivedColumn
 
 _AT_ONCE = 16  # images
 
@@ -63,72 +63,52 @@ class ImageColumn(arrow.ArrowColumn):
         return np.stack(images)
 
 
-class VideoColumn:
-    """The frames of videos, uint8 RGB, decoded when they are read.
+def video_column(
+    videos: Sequence[str],
+    begins: np.ndarray,
+    ends: np.ndarray,
+    times: Column,
+    shape: tuple[int, int, int],
+    fps: float,
+) -> DerivedColumn:
+    """Returns the frames of videos, uint8 RGB, decoded when they are read.
 
-    Args:
-        paths: the video of each episode.
-        begins: float64 `[K]`, the time within it, in seconds, at which an episode begins.
-        ends: int64 `[K]`, the number of steps up to the end of each episode.
-        times: the times of steps within their episodes, in seconds.
-        shape: of a frame.
-        fps: frames in a second.
+    Videos and the times in them at which episodes begin, float64 `[K]`, are those of the episodes,
+    `times` those of steps within their episodes, all in seconds. `ends` is as of a table.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        begins: np.ndarray,
-        ends: np.ndarray,
-        times: Column,
-        shape: tuple[int, int, int],
-        fps: float,
-    ) -> None:
-        self._paths, self._begins, self._ends, self._times = paths, begins, ends, times
-        self._tolerance = 0.5 / fps
-        self.shape: tuple[int, ...] = (int(ends[-1]), *shape)
-        self.dtype: np.dtype = np.dtype(np.uint8)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        start, stop, _ = rows.indices(len(self))
-        frames, row = np.empty((stop - start, *self.shape[1:]), np.uint8), start
+    def read(start: int, stop: int) -> np.ndarray:
+        frames, row = np.empty((stop - start, *shape), np.uint8), start
         while row < stop:
-            episode = int(np.searchsorted(self._ends, row, side="right"))
-            end, path = min(stop, int(self._ends[episode])), self._paths[episode]
-            times = self._times[row:end].astype(np.float64) + self._begins[episode]
-            for frame in self._nearest(path, times):
-                expected, got = list(self.shape[1:]), list(frame.shape)
-                check(expected == got, path, f"frames {expected}", got)
+            episode = int(np.searchsorted(ends, row, side="right"))
+            end, path = min(stop, int(ends[episode])), videos[episode]
+            at = times[row:end].astype(np.float64) + begins[episode]
+            for frame in _nearest_frames(path, at, 0.5 / fps):
+                check(frame.shape == shape, path, f"frames {list(shape)}", list(frame.shape))
                 frames[row - start] = frame
                 row += 1
         return frames
 
-    def _nearest(self, path: str, times: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields the frames nearest to rising times in seconds; refuses a file without."""
-        av = require("av", "video")
-        try:
-            with av.open(path) as container:
-                stream = container.streams.video[0]
-                # Decoding begins at the last frame before the first time that needs no other frame.
-                begin = max(0.0, times[0] - self._tolerance) / stream.time_base
-                container.seek(int(begin) + (stream.start_time or 0), stream=stream)
-                frames = container.decode(stream)
-                frames: Iterator[Any] = iter(frames)
-                frame, following = next(frames, None), next(frames, None)
-                for time in times.tolist():
-                    while (
-                        frame and following and abs(following.time - time) <= abs(frame.time - time)
-                    ):
-                        frame, following = following, next(frames, None)
-                    if frame is None or abs(frame.time - time) > self._tolerance:
-                        raise ValueError(
-                            f"{path}: expected a frame at {time:.3f} s, got none so near."
-                        )
-                    yield frame.to_ndarray(format="rgb24")
-        except (av.error.FFmpegError, IndexError) as error:
-            raise ValueError(
-                f"{path}: expected a whole video, got one that is not: {error}"
-            ) from error
+    return DerivedColumn((int(ends[-1]), *shape), np.dtype(np.uint8), read)
+
+
+def _nearest_frames(path: str, times: np.ndarray, tolerance: float) -> Iterator[np.ndarray]:
+    """Yields the frames nearest to rising times in seconds; refuses a file without."""
+    av = require("av", "video")
+    try:
+        with av.open(path) as container:
+            stream = container.streams.video[0]
+            # Decoding begins at the last frame before the first time that needs no other frame.
+            begin = max(0.0, times[0] - tolerance) / stream.time_base
+            container.seek(int(begin) + (stream.start_time or 0), stream=stream)
+            frames = container.decode(stream)
+            frames: Iterator[Any] = iter(frames)
+            frame, following = next(frames, None), next(frames, None)
+            for time in times.tolist():
+                while frame and following and abs(following.time - time) <= abs(frame.time - time):
+                    frame, following = following, next(frames, None)
+                if frame is None or abs(frame.time - time) > tolerance:
+                    raise ValueError(f"{path}: expected a frame at {time:.3f} s, got none so near.")
+                yield frame.to_ndarray(format="rgb24")
+    except (av.error.FFmpegError, IndexError) as error:
+        raise ValueError(f"{path}: expected a whole video, got one that is not: {error}") from error

@@ -69,11 +69,6 @@ def to_ted(
     that it lacks are looked up among usual ones (`obs`, `next_obs`, `rewards`, ...). Others stay.
     Dots in them are levels, as slashes are; a name that is mapped or usual takes along the names
     below it (`obs.arm`, `obs/arm`).
-
-    Raises:
-        ValueError: the file has no name that is mapped; two names are mapped to one leaf; or a name
-            is no path (`../x`).
-        TypeError: a name is mapped to no path.
     """
     names = list(names)
     mapped, leaves = _mapped(names, mapping, source), dict[str, str]()

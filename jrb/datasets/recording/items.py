@@ -15,7 +15,7 @@ from jrb.datasets.reading.names import check_names, ted_names
 from jrb.datasets.recording.parts import TERMINATED, TRUNCATED, RecordedLeaf
 from jrb.keys import Keys, path_name, within
 
-_FLAGS = ("terminated", "truncated", "done")
+FLAGS = ("done", "terminated", "truncated")
 _ROLES = ("observation", "action", "reward", "next_observation")
 _RESERVED = ("next/done", TERMINATED, TRUNCATED)
 _NUMBERS = (bool, int, float, complex)
@@ -108,8 +108,7 @@ def _number(leaf: object, spec: Any, where: str) -> np.ndarray:
 def item_spec(example: Any, lead: int, keys: Keys, verb: str) -> ItemSpec:
     """Returns the spec of items such as `example`, whose leaves have `lead` axes before their own.
 
-    Raises `ValueError` or `TypeError` for items that cannot be recorded: without a reward, with
-    names that files cannot tell apart, or with leaves that are no arrays of numbers.
+    Refuses items without a reward, with names that files cannot tell apart, or without numbers.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(example)
     names = [leaf_name(path) for path, _ in leaves]
@@ -125,7 +124,7 @@ def item_spec(example: Any, lead: int, keys: Keys, verb: str) -> ItemSpec:
             f"{names}. Name the right one with keys=jrb.Keys(reward=...)."
         )
     numbers: dict[str, int] = {}  # positions of leaves that are one number an item
-    for role in (*_FLAGS, "episode"):
+    for role in (*FLAGS, "episode"):
         path = path_name(getattr(keys, role))
         if (role == "episode" and path) or any(within(name, path) for name in names):
             place = names.index(path) if path in names else -1
@@ -181,12 +180,18 @@ def _leaf_spec(leaf: Any, lead: int, where: str) -> jax.ShapeDtypeStruct:
             )
         leaf = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(type(leaf)))
     dtype = leaf.dtype if is_keys(leaf.dtype) else np.dtype(leaf.dtype)
-    if isinstance(dtype, np.dtype) and (dtype.kind in "OSUMm" or dtype.fields is not None):
-        raise TypeError(
-            f"{where}: expected numbers, got dtype {dtype}. Encode it, or leave it out."
-        )
+    if isinstance(dtype, np.dtype):
+        check_numeric(where, dtype)
     if len(leaf.shape) < lead:
         raise ValueError(
             f"{where}: expected {lead} axes for time and environments, got {leaf.shape}."
         )
     return jax.ShapeDtypeStruct(tuple(leaf.shape[lead:]), dtype)
+
+
+def check_numeric(where: str, dtype: np.dtype) -> None:
+    """Refuses texts, times, objects and records."""
+    if dtype.kind in "OSUMm" or dtype.fields is not None:
+        raise TypeError(
+            f"{where}: expected numbers, got dtype {dtype}. Encode it, or leave it out."
+        )

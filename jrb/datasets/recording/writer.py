@@ -14,8 +14,9 @@ import numpy as np
 
 from jrb.authoring import Folder, Lock
 from jrb.checkpoint import LockedError
+from jrb.datasets.reading.tabular import combined_flags, is_set
 from jrb.datasets.recording import parts
-from jrb.datasets.recording.items import ItemSpec
+from jrb.datasets.recording.items import FLAGS, ItemSpec
 from jrb.datasets.recording.parts import RecordingSchema
 
 _MOST_ITEMS = 1 << 20  # of a part
@@ -39,14 +40,9 @@ class Progress:
 
 
 class RecordWriter:
-    """Takes items into memory, and seals them a part at a time.
+    """Takes items into memory, and seals them `chunk` at a time; None for what 16 MiB hold.
 
     Any thread may call it. Each call happens as a whole, or raises and has not happened.
-
-    Args:
-        path: of the recording.
-        name: a part of the writer's own name, with which its files begin.
-        chunk: the number of items of a part; None for as many as 16 MiB hold.
     """
 
     def __init__(self, path: str, name: str, chunk: int | None) -> None:
@@ -79,10 +75,7 @@ class RecordWriter:
             )
 
     def begin(self, spec: ItemSpec, schema: RecordingSchema) -> None:
-        """Writes a part without rows, from which readers and other writers know the items.
-
-        Raises `ValueError` if other items were given before, here or to another writer.
-        """
+        """Writes a part without rows, from which readers and other writers know the items."""
         with self._mutex:
             self.check()
             self._lock.check()
@@ -102,10 +95,9 @@ class RecordWriter:
             self.spec = spec  # last: an interrupt before leaves all to be done again
 
     def put(self, arrays: list[np.ndarray], count: int, envs: np.ndarray | None) -> None:
-        """Takes `count` items, of the environments int32 `[count]`; None if there is one only.
+        """Takes `count` items `[count, ...]`, or a single one `[...]`, of these environments.
 
-        Arrays are those of all leaves, `[count, ...]`; of a single item also `[...]`. If the disk
-        is full, raises `OSError`: these items were not taken; those before are still in memory.
+        After an `OSError` these items were not taken; those before are still in memory.
         """
         with self._mutex:
             self.check()
@@ -145,10 +137,7 @@ class RecordWriter:
             )
 
     def seal(self) -> None:
-        """Writes the items in memory as a part, which is on the disk when this returns.
-
-        If that raises `OSError`, all is still in memory, and may be sealed later.
-        """
+        """Writes the items in memory as a part; after an `OSError` they are still there."""
         with self._mutex:
             self.check()
             now = self.progress
@@ -187,7 +176,8 @@ class RecordWriter:
         begins = np.zeros(now.held, bool)
         begins[list(now.begins)] = True
         begins = begins[order]
-        terminated, truncated = _flags(spec, columns)
+        flags = {flag: is_set(columns[number]) for flag, number in spec.flags.items()}
+        terminated, truncated = combined_flags(now.held, *map(flags.get, FLAGS))
         is_over, own_numbers = terminated | truncated, np.zeros(now.held, np.int64)
         if spec.episode is not None:
             own_numbers = columns[spec.episode].reshape(-1).astype(np.int64)
@@ -230,24 +220,8 @@ class RecordWriter:
             self.is_closed = True
 
 
-def _flags(spec: ItemSpec, columns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps that terminated and those that were truncated, bool `[n]` each.
-
-    A flag of any dtype is set where it is not 0, and every flag ends the episode. Without a flag of
-    termination, `done` is one where `truncated` is not set.
-    """
-    none = np.zeros(len(columns[0]), bool)
-    flags = {flag: (columns[number] != 0).reshape(-1) for flag, number in spec.flags.items()}
-    done, truncated = flags.get("done", none), flags.get("truncated", none)
-    terminated = flags.get("terminated", done & ~truncated)
-    return terminated, truncated | (done & ~terminated)
-
-
 def _recording_folder(path: str) -> Folder:
-    """Returns the folder of a recording, made if there is none, without leftovers.
-
-    These are the unfinished parts and the locks of writers whose processes have died.
-    """
+    """Returns the folder of a recording, made if there is none, without what dead writers left."""
     if os.path.lexists(path) and not os.path.isdir(path):
         raise ValueError(f"{path}: expected a folder, or nothing, found a file.")
     if not os.path.isdir(path):
