@@ -77,28 +77,14 @@ def _read(root: str, limit: ExpansionLimit) -> LeRobotMeta:
     info, version = _info(root)
     kind = "jsonl" if version == "2" else "parquet"
     path = os.path.join(root, "meta", "episodes.jsonl" if version == "2" else "episodes")
-    lines = _rows(path, limit)
-    numbers = [line.get("episode_index") for line in lines]
-    is_number = all(type(number) is int for number in numbers)
-    check(is_number, path, "a number 'episode_index' for each episode", "others")
-    missing = sorted({*range(len(lines))} - {*numbers})
-    expected = f"a table of episodes from 0 to {len(lines) - 1}"
-    check(lines and not missing, path, expected, f"none with the numbers {missing[:5]}")
-    lines = sorted(lines, key=lambda line: line["episode_index"])
-    lengths: list[Any] = [line.get("length") for line in lines]
-    for number, length in enumerate(lengths):
-        is_right = type(length) is int and 0 < length < _MAX_STEPS
-        check(is_right, f"{path}: episode {number}: length", "a number above 0", repr(length))
-    for name, total in (("episodes", len(lengths)), ("frames", sum(lengths))):
-        where, declared = f"{root}: {_INFO}: total_{name}", info.get(f"total_{name}", total)
-        check(declared == total, where, f"{total}, as listed", repr(declared))
+    lines = _episodes(root, info, path, limit)
+    lengths, chunk_size = [line["length"] for line in lines], info.get("chunks_size", 1000)
 
     def paths(kind: str, group: str, **fields: str) -> list[str]:
         """Returns the paths of the tables or videos that episodes are in."""
         template, files = info.get(f"{kind}_path") or _PATHS[version, kind], list[str]()
         for number, line in enumerate(lines):
-            chunk = number // info.get("chunks_size", 1000)
-            numbers = {"episode_chunk": chunk, "episode_index": number}
+            numbers = {"episode_chunk": number // chunk_size, "episode_index": number}
             if version == "3":
                 numbers = {n: line.get(f"{group}/{n}") for n in ("chunk_index", "file_index")}
             are_right = all(type(each) is int and each >= 0 for each in numbers.values())
@@ -128,6 +114,28 @@ def _read(root: str, limit: ExpansionLimit) -> LeRobotMeta:
             tasks[line["task_index"]] = text
     steps, tasks = np.array(lengths, np.int64), dict(sorted(tasks.items()))
     return LeRobotMeta(info, steps, counts, _facts(lines), tasks, videos)
+
+
+def _episodes(
+    root: str, info: Mapping[str, Any], path: str, limit: ExpansionLimit
+) -> list[dict[str, Any]]:
+    """Returns what is said of each episode, in their order; refuses gaps and false totals."""
+    lines = _rows(path, limit)
+    is_number = all(type(line.get("episode_index")) is int for line in lines)
+    check(is_number, path, "a number 'episode_index' for each episode", "others")
+    missing = sorted({*range(len(lines))} - {line["episode_index"] for line in lines})
+    expected = f"a table of episodes from 0 to {len(lines) - 1}"
+    check(lines and not missing, path, expected, f"none with the numbers {missing[:5]}")
+    lines = sorted(lines, key=lambda line: line["episode_index"])
+    for number, line in enumerate(lines):
+        length = line.get("length")
+        is_right = type(length) is int and 0 < length < _MAX_STEPS
+        check(is_right, f"{path}: episode {number}: length", "a number above 0", repr(length))
+    totals = {"episodes": len(lines), "frames": sum(line["length"] for line in lines)}
+    for name, total in totals.items():
+        where, declared = f"{root}: {_INFO}: total_{name}", info.get(f"total_{name}", total)
+        check(declared == total, where, f"{total}, as listed", repr(declared))
+    return lines
 
 
 def _info(root: str) -> tuple[dict[str, Any], str]:

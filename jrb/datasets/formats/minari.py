@@ -105,8 +105,9 @@ class Minari(GroupFormat):
     def facts(self, source: Source, where: EpisodeGroup) -> dict[str, Any]:
         """Returns the attributes of an episode, by flat names (`options/a`)."""
         if where.path.endswith(HDF5_FILE):
-            groups = self.groups(source)
-            read = lambda: {each.name: dict(group.attrs) for each, group in open_groups(groups)}
+            # The groups are looked up once for all episodes.
+            every = lambda: open_groups(self.groups(source))
+            read = lambda: {each.name: dict(group.attrs) for each, group in every()}
             facts = tabular.cached([where.path], "minari facts", read)[where.name]
         else:
             facts = _flat(read_json(os.path.join(where.path, METADATA)))

@@ -38,6 +38,58 @@ class InMemory(tabular.TableFormat):
         yield source
 
 
+class EpisodeRows:
+    """The items of a buffer in the order of its episodes, under their names in TED.
+
+    They are read in pieces, of which two are kept: a read of each episode alone costs a call, and
+    one of any column reads all of them.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        buffer: ReplayBuffer,
+        state: BufferState,
+        leaves: Sequence[str],
+        episodes: read.Episodes,
+    ) -> None:
+        self._where, self._buffer, self._state, self._leaves = where, buffer, state, leaves
+        slots = [np.zeros(0, np.int32), *(np.asarray(each.slots) for each in episodes)]
+        self._slots = np.concatenate(slots)
+        self.ends: np.ndarray = np.cumsum([*map(len, slots)], dtype=np.int64)[1:]
+        self._size = max(1, _PIECE // max(1, tree_nbytes(buffer.stored(state))))
+        self._piece = functools.lru_cache(maxsize=2)(self._checked)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def at(self, rows: slice | np.ndarray) -> dict[str, np.ndarray]:
+        """Reads all leaves of some rows, with both flags in place of those that there are."""
+        slots = self._slots[rows]
+        with enable_x64():  # every leaf in the dtype that it has
+            items = read.taken(self._buffer, self._state, slots)
+        steps = dict(zip(self._leaves, jax.tree.leaves(items), strict=True))
+        flags = {name: tabular.is_set(steps.pop(name)) for name in FLAGS if name in steps}
+        terminated, truncated = tabular.combined_flags(len(slots), *map(flags.get, FLAGS))
+        return {**steps, TERMINATED: terminated, TRUNCATED: truncated}
+
+    def column(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Reads the rows of one leaf from `start` to `stop`."""
+        first = start // self._size * self._size
+        begins = range(first, max(stop, first + 1), self._size)
+        pieces = [self._piece(begin)[name] for begin in begins]
+        return np.concatenate(pieces)[start - first : stop - first]
+
+    def _checked(self, begin: int) -> dict[str, np.ndarray]:
+        """Reads a piece; refuses steps amid an episode whose next observation is not valid."""
+        steps = self.at(slice(begin, begin + self._size))
+        if VALID in steps:
+            wrong = set(begin + np.flatnonzero(~tabular.is_set(steps[VALID]))) - {*(self.ends - 1)}
+            expected = "True but for last steps of episodes"
+            check(not wrong, f"{self._where}: leaf '{VALID}'", expected, f"{len(wrong)} others")
+        return steps
+
+
 def episode_table(
     where: str, buffer: ReplayBuffer, state: BufferState, leaves: Sequence[str]
 ) -> Table:
@@ -47,39 +99,10 @@ def episode_table(
     """
     with enable_x64():
         episodes = read.episodes(buffer, state)
-    slots = [np.zeros(0, np.int32), *(np.asarray(each.slots) for each in episodes)]
-    order, ends = np.concatenate(slots), np.cumsum([*map(len, slots)], dtype=np.int64)[1:]
-    is_last = np.isin(np.arange(len(order)), ends - 1)
-    size = max(1, _PIECE // max(1, tree_nbytes(buffer.stored(state))))
-
-    def taken(at: np.ndarray) -> dict[str, np.ndarray]:
-        with enable_x64():  # every leaf in the dtype that it has
-            items = read.taken(buffer, state, at)
-        steps = dict(zip(leaves, jax.tree.leaves(items), strict=True))
-        flags = {name: tabular.is_set(steps.pop(name)) for name in FLAGS if name in steps}
-        terminated, truncated = tabular.combined_flags(len(at), *map(flags.get, FLAGS))
-        return {**steps, TERMINATED: terminated, TRUNCATED: truncated}
-
-    # A read of each episode alone costs a call, and one of each column reads all of them.
-    @functools.lru_cache(maxsize=2)
-    def piece(number: int) -> dict[str, np.ndarray]:
-        rows = slice(number * size, (number + 1) * size)
-        steps = taken(order[rows])
-        if VALID in steps:
-            wrong = np.count_nonzero(~tabular.is_set(steps[VALID]) & ~is_last[rows])
-            expected = "True but for last steps of episodes"
-            check(not wrong, f"{where}: leaf '{VALID}'", expected, f"{wrong} others")
-        return steps
-
-    def rows_of(name: str, start: int, stop: int) -> np.ndarray:
-        first = start // size
-        pieces = [piece(number)[name] for number in range(first, -(-stop // size))]
-        rows = np.concatenate(pieces or [last[name][:0]])
-        return rows[start - first * size : stop - first * size]
-
-    last, columns = taken(order[is_last]), dict[str, Any]()
+    rows, columns = EpisodeRows(where, buffer, state, leaves, episodes), dict[str, Any]()
+    last = rows.at(rows.ends - 1)
     for name, leaf in last.items():
-        shape, column = (len(order), *leaf.shape[1:]), functools.partial(rows_of, name)
+        shape, column = (len(rows), *leaf.shape[1:]), functools.partial(rows.column, name)
         columns[name] = tabular.DerivedColumn(shape, native(leaf.dtype), column)
     cut = None
     if columns.pop(VALID, None) is not None:  # `Dataset` adds it again
@@ -93,4 +116,4 @@ def episode_table(
         "cut": np.array([each.cut for each in episodes], bool),
     }
     notes = (tabular.DONE_NOTE,) * ({*FLAGS}.intersection(leaves) == {DONE})
-    return Table(columns, ends, facts, notes=notes, cut=cut)
+    return Table(columns, rows.ends, facts, notes=notes, cut=cut)

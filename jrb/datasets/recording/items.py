@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb.authoring import leaf_name, leaf_names
-from jrb.datasets.reading.names import check_names, ted_names
+from jrb.datasets.reading.names import check, check_names, ted_names
 from jrb.datasets.recording.parts import TERMINATED, TRUNCATED, RecordedLeaf
 from jrb.keys import Keys, path_name, within
 
@@ -100,8 +100,8 @@ def _number(leaf: object, spec: Any, where: str) -> np.ndarray:
         raise TypeError(f"{where}: expected an array, got {type(leaf).__name__}.")
     if isinstance(leaf, int) and np.dtype(spec.dtype).kind == "i":
         bounds = np.iinfo(spec.dtype)
-        if not bounds.min <= leaf <= bounds.max:
-            raise ValueError(f"{where}: expected an integer that {spec.dtype} holds, got {leaf}.")
+        fits = bounds.min <= leaf <= bounds.max
+        check(fits, where, f"an integer that {spec.dtype} holds", leaf)
     return np.asarray(leaf).astype(jax.dtypes.canonicalize_dtype(type(leaf)))
 
 
@@ -114,32 +114,12 @@ def item_spec(example: Any, lead: int, keys: Keys, verb: str) -> ItemSpec:
     names = [leaf_name(path) for path, _ in leaves]
     specs = [_leaf_spec(leaf, lead, f"{verb}: leaf '{leaf_name(path)}'") for path, leaf in leaves]
     for path, _ in leaves:
-        if any("/" in leaf_name((part,)) for part in path):
-            raise ValueError(
-                f"{verb}: expected names without a slash, got '{leaf_name(path)}'. Rename it."
-            )
-    if path_name(keys.reward) not in names:
-        raise ValueError(
-            f"reward: expected a leaf at '{path_name(keys.reward)}', got items with the leaves "
-            f"{names}. Name the right one with keys=jrb.Keys(reward=...)."
-        )
-    numbers: dict[str, int] = {}  # positions of leaves that are one number an item
-    for role in (*FLAGS, "episode"):
-        path = path_name(getattr(keys, role))
-        if (role == "episode" and path) or any(within(name, path) for name in names):
-            place = names.index(path) if path in names else -1
-            spec = specs[place]
-            if place < 0 or spec.shape not in ((), (1,)) or is_keys(spec.dtype):
-                raise ValueError(
-                    f"{verb}: leaf '{path}': expected one number for each item, of shape () or "
-                    f"(1,), got {'no such leaf' if place < 0 else spec}."
-                )
-            if role == "episode" and spec.dtype.kind not in "iu":
-                raise TypeError(
-                    f"{verb}: leaf '{path}': expected integers, the numbers of episodes, got "
-                    f"{spec.dtype}."
-                )
-            numbers[role] = place
+        has_slash = any("/" in leaf_name((part,)) for part in path)
+        check(not has_slash, verb, "names without a slash", f"'{leaf_name(path)}'. Rename it")
+    reward = path_name(keys.reward)
+    got = f"items with the leaves {names}. Name the right one with keys=jrb.Keys(reward=...)"
+    check(reward in names, "reward", f"a leaf at '{reward}'", got)
+    numbers = _single_numbers(names, specs, keys, verb)
     episode = numbers.pop("episode", None)
     in_ted = ted_names(names, keys, _ROLES)
     kept = [in_ted[name] for n, name in enumerate(names) if n not in numbers.values()]
@@ -152,12 +132,29 @@ def item_spec(example: Any, lead: int, keys: Keys, verb: str) -> ItemSpec:
         ) from error
     arrays = [_recorded(in_ted[name], spec) for name, spec in zip(names, specs, strict=True)]
     for leaf in arrays:
-        if leaf.width >= 1 << 31:  # of a column of bytes in Arrow
-            raise ValueError(
-                f"{verb}: leaf '{leaf.name}': expected less than 2 GiB in one item, got "
-                f"{leaf.dtype} of shape {leaf.shape}."
-            )
+        got, is_small = f"{leaf.dtype} of shape {leaf.shape}", leaf.width < 1 << 31  # as in Arrow
+        check(is_small, f"{verb}: leaf '{leaf.name}'", "less than 2 GiB in one item", got)
     return ItemSpec(structure, specs, names, arrays, numbers, episode)
+
+
+def _single_numbers(names: list[str], specs: list[Any], keys: Keys, verb: str) -> dict[str, int]:
+    """Returns the positions of flags and of the number of the episode, by fields of `Keys`."""
+    numbers: dict[str, int] = {}
+    for role in (*FLAGS, "episode"):
+        path = path_name(getattr(keys, role))
+        if not (role == "episode" and path) and not any(within(name, path) for name in names):
+            continue
+        place = names.index(path) if path in names else -1
+        spec, where = specs[place], f"{verb}: leaf '{path}'"
+        is_number = place >= 0 and spec.shape in ((), (1,)) and not is_keys(spec.dtype)
+        got = spec if place >= 0 else "no such leaf"
+        check(is_number, where, "one number for each item, of shape () or (1,)", got)
+        if role == "episode" and spec.dtype.kind not in "iu":
+            raise TypeError(
+                f"{where}: expected integers, the numbers of episodes, got {spec.dtype}."
+            )
+        numbers[role] = place
+    return numbers
 
 
 def _recorded(name: str, spec: Any) -> RecordedLeaf:
@@ -182,10 +179,8 @@ def _leaf_spec(leaf: Any, lead: int, where: str) -> jax.ShapeDtypeStruct:
     dtype = leaf.dtype if is_keys(leaf.dtype) else np.dtype(leaf.dtype)
     if isinstance(dtype, np.dtype):
         check_numeric(where, dtype)
-    if len(leaf.shape) < lead:
-        raise ValueError(
-            f"{where}: expected {lead} axes for time and environments, got {leaf.shape}."
-        )
+    has_lead = len(leaf.shape) >= lead
+    check(has_lead, where, f"{lead} axes for time and environments", leaf.shape)
     return jax.ShapeDtypeStruct(tuple(leaf.shape[lead:]), dtype)
 
 
