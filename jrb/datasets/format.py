@@ -168,10 +168,3 @@ def spec_of(arrays: Any) -> Any:
 def native(dtype: DTypeLike) -> np.dtype:
     """Returns a dtype in this machine's order of bytes."""
     return np.dtype(np.dtype(dtype).type)
-
-
-def shifted(leaf: np.ndarray, steps: int) -> np.ndarray:
-    """Returns the value after each of `steps` steps; zeros after the last one if it is missing."""
-    if len(leaf) > steps:
-        return leaf[1 : steps + 1]
-    return np.concatenate([leaf[1:], np.zeros_like(leaf[:1])])

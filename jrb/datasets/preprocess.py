@@ -241,8 +241,11 @@ def _map_episode(function: Function, episode: Episode) -> Result:
         leaves = _flat(result)
         lengths = {name: leaf.shape[0] if leaf.ndim else None for name, leaf in leaves.items()}
         is_right = len(set(lengths.values())) == 1 and not {*lengths.values()} & {None, 0}
-        expected = "arrays [T, ...] of one length, at least 1, or None to leave it out"
-        check(is_right, "episode", expected, f"lengths {lengths}")
+        if not is_right:
+            raise ValueError(
+                "expected arrays [T, ...] of one length, at least 1, or None to leave the episode "
+                f"out, got lengths {lengths}."
+            )
         return leaves
     except Exception as error:
         return Failure(0, error)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jrb.datasets.format import Description, Format, Indexed, shifted, spec_of
+from jrb.datasets.format import Description, Format, Indexed, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Memory(Format):
     def _read(self, each):
         over, seen = each["terminated"], each["observation"]
         reward = each["reward"] * each["reward"].dtype.type(self.scale)
-        after = {"observation": shifted(seen, len(over)), "reward": reward}
+        after = np.concatenate([seen[1:], np.zeros_like(seen[:1])])[: len(over)]
+        after = {"observation": after, "reward": reward}
         return {
             "observation": seen[: len(over)],
             "action": each["action"],

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb.authoring import checks
-from jrb.datasets.format import Source, shifted
+from jrb.datasets.format import Source
 from jrb.datasets.reading import tabular
 from jrb.datasets.reading.names import check, check_names
 from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, EpisodeTables, Table, is_seen
@@ -145,7 +145,9 @@ def _table(where: str, episode: Any, keeps_last: bool) -> Table:
         if name not in _FLAGS:
             items["next/reward" if name == "reward" else name] = leaf[:steps]
         if is_seen(name):
-            items[f"next/{name}"] = shifted(leaf, steps)
+            # Zeros after a last step that is kept: its next observation is in no file.
+            after = leaf[1:] if drops else np.concatenate([leaf[1:], np.zeros_like(leaf[:1])])
+            items[f"next/{name}"] = after
     check_names(where, items)
     cut = np.array([not drops])
     return Table(items, np.array([steps]), facts, notes=notes, left_out=left_out, cut=cut)

@@ -247,7 +247,8 @@ class ArrowColumn:
     @functools.cached_property
     def _example(self) -> np.ndarray:
         """The first row, `[1, ...]`."""
-        _, batch = next(self._read(0, 1))
+        batch: Any = next(self._read(0, 1), (0, None))[1]
+        self._check(batch is not None, "rows, as the file counts them", "none")
         return self._values(batch.slice(0, 1))
 
     @property
@@ -285,7 +286,8 @@ class ArrowColumn:
                 self._first = self._stop = self._group_of(row)[2]
             while row >= self._stop:
                 self._stop = -1  # after a failure, reading begins at a group again
-                self._first, self._batch = next(self._batches)
+                self._first, self._batch = next(self._batches, (row, None))
+                self._check(self._batch is not None, "rows, as the file counts them", "none")
                 self._stop = self._first + len(self._batch)
             end = min(stop, self._stop)
             yield row - start, self._batch.slice(row - self._first, end - row)

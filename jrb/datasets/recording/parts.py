@@ -233,13 +233,13 @@ def part_counts(path: str) -> dict[str, int]:
 
 
 def is_recording(path: str) -> bool:
-    """Returns True if a folder has a part of a recording."""
-    name = next(filter(_PART.fullmatch, sorted(os.listdir(path))), None)
-    if name is None:
-        return False
-    parquet, part = require("pyarrow.parquet", "datasets"), os.path.join(path, name)
-    with contextlib.suppress(ValueError, OSError), refused(part):
-        return _KEY in (parquet.read_schema(part).metadata or {})
+    """Returns True if a folder has a part of a recording; the others may be damaged."""
+    parquet = require("pyarrow.parquet", "datasets")
+    for name in filter(_PART.fullmatch, sorted(os.listdir(path))):
+        part = os.path.join(path, name)
+        with contextlib.suppress(ValueError, OSError), refused(part):
+            if _KEY in (parquet.read_schema(part).metadata or {}):
+                return True
     return False
 
 

@@ -1,7 +1,10 @@
 """Recordings as they are read: access, other readers, damage, what lies beside them."""
 
+import contextlib
+import itertools
 import json
 import os
+import pathlib
 import shutil
 
 import numpy as np
@@ -239,6 +242,28 @@ def test_folders_that_are_none_are_not_recognised(tmp_path):
     assert not format.matches(str(tmp_path))
     for other in (str(tmp_path / "none"), str(tmp_path / name), [], None, 3):
         assert not format.matches(other)
+
+
+def test_a_part_without_its_mark_is_damage_not_another_format(tmp_path):
+    recorded(tmp_path)
+    first = parts_of(tmp_path)[0]
+    table = pyarrow.parquet.read_table(first)
+    pyarrow.parquet.write_table(table.replace_schema_metadata({}), first)
+    with pytest.raises(jrb.checkpoint.DamagedError, match="expected a part of a recording"):
+        jrb.datasets.open(tmp_path)
+
+
+def test_rows_that_a_part_declares_and_does_not_have_are_damage(tmp_path):
+    recorded(tmp_path)
+    first = pathlib.Path(parts_of(tmp_path)[0])
+    whole = first.read_bytes()
+    stop = whole.index(b"jrb.recording")  # numbers of rows stand right before the metadata
+    for place, bit in itertools.product(range(stop - 40, stop), (1, 2)):
+        damaged = bytearray(whole)
+        damaged[place] ^= bit
+        first.write_bytes(damaged)
+        with contextlib.suppress(ValueError):
+            list(jrb.datasets.open(tmp_path))
 
 
 def test_other_items_beside_are_told(tmp_path):
