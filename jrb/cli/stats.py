@@ -49,15 +49,22 @@ def stats(
 def _numbers(dataset: Any) -> dict[str, np.ndarray]:
     """Returns lengths and returns of complete episodes, and all rewards, `[K]` each.
 
-    Of a reward of several numbers, each is an entry of its own.
+    Of a reward of several leaves or numbers, each is an entry of its own.
     """
     complete = dataset.only(dataset.numbers[dataset.complete])
     arrays = {"lengths": complete.lengths}
     if "reward" in dataset.spec["next"]:
+        jax = importlib.import_module("jax")
         every = list(dataset.format.rewards(dataset.source, dataset.numbers.tolist()))
-        rows = [reward[:n] for reward, n in zip(every, dataset.lengths.tolist(), strict=True)]
-        rewards = np.concatenate(rows) if rows else np.zeros(0)
-        for name, values in {"returns": complete.returns(), "rewards": rewards}.items():
+        rows = [
+            jax.tree.map(lambda leaf, n=n: leaf[:n], reward)
+            for reward, n in zip(every, dataset.lengths.tolist(), strict=True)
+        ]
+        concat = lambda *leaves: np.concatenate(leaves)
+        rewards = jax.tree.map(concat, *rows) if rows else np.zeros(0)
+        summed = {"returns": complete.returns(), "rewards": rewards}
+        for path, values in jax.tree_util.tree_leaves_with_path(summed):
+            name = importlib.import_module("jrb.authoring").leaf_name(path)
             parts = values.reshape(len(values), -1) if values.ndim > 1 else values[:, None]
             for place in range(parts.shape[1]):
                 arrays[name if values.ndim == 1 else f"{name}[{place}]"] = parts[:, place]

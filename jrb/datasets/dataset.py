@@ -171,8 +171,10 @@ class Dataset(Sequence[Episode]):
                 yield sliced(block, row)
 
     @escaped_errors()
-    def returns(self) -> np.ndarray:
+    def returns(self) -> Any:
         """Returns float64 `[K]`, the sum of the rewards of each episode; reads only these.
+
+        A nested dict of them where the reward has several leaves, such as one for each agent.
 
         Raises:
             ValueError: there are no rewards in the files.
@@ -182,9 +184,12 @@ class Dataset(Sequence[Episode]):
                 f"returns: expected a leaf 'next/reward', got a set of format '{self.format.name}' "
                 f"without rewards, with the leaves {authoring.leaf_names(self.spec)}."
             )
-        rewards = self.format.rewards(self.source, self.numbers.tolist())
-        pairs = zip(rewards, self.lengths.tolist(), strict=True)
-        return np.array([np.sum(r[:n], dtype=np.float64, axis=0) for r, n in pairs], np.float64)
+        spec, lengths = self.spec["next"]["reward"], self.lengths.tolist()
+        returns = jax.tree.map(lambda leaf: np.zeros((len(self), *leaf.shape)), spec)
+        for number, rewards in enumerate(self.format.rewards(self.source, self.numbers.tolist())):
+            for sums, leaf in zip(jax.tree.leaves(returns), jax.tree.leaves(rewards), strict=True):
+                sums[number] = leaf[: lengths[number]].sum(axis=0, dtype=np.float64)
+        return returns
 
     def filter(self, test: Callable[[Episode], Any]) -> "Dataset":
         """Returns the episodes for which a function is true; reads them all."""
@@ -201,8 +206,14 @@ class Dataset(Sequence[Episode]):
         At least one, if there is one; of equal returns the earlier ones.
         """
         checks.fraction("fraction", fraction)
-        count = max(1, round(fraction * len(self)))
-        order = np.argsort(-self.returns(), kind="stable")[:count]
+        count, returns = max(1, round(fraction * len(self))), self.returns()
+        shape = jax.tree.map(np.shape, returns)
+        if shape != (len(self),):
+            raise ValueError(
+                f"best: expected one return for each episode, got them in shape {shape}. Choose by "
+                "one of them, and take these: dataset.only(dataset.numbers[...])."
+            )
+        order = np.argsort(-returns, kind="stable")[:count]
         return self.only(self.numbers[np.sort(order)])
 
     @escaped_errors()

@@ -60,8 +60,9 @@ def written(
     with track(flow.rows, "reading", show) as advance:
         advance(rows)
         for items, mask, count in _pieces(flow, rows):
-            reward = items["next"].get("reward")
-            if reward is not None and reward.dtype.kind not in "biu":
+            for reward in jax.tree.leaves(items["next"].get("reward", ())):
+                if reward.dtype.kind in "biu":
+                    continue
                 odd = ~np.isfinite(reward)
                 num_odd += int(odd.sum())
                 for env, dataset in enumerate(flow.datasets):

@@ -110,8 +110,8 @@ class Format(abc.ABC):
         """Yields the steps of these episodes in blocks that may hold several."""
         return self.pick(source, numbers)
 
-    def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yields the rewards `[T]` of these episodes."""
+    def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[Any]:
+        """Yields the rewards `[T]` of these episodes; nested dicts of them for several agents."""
         for episode in self.pick(source, numbers):
             yield episode["next"]["reward"]
 

@@ -50,7 +50,7 @@ class Concatenation(Indexed):
         """Yields their steps in blocks, as each of the datasets is best read."""
         return map(_without_marks, _through(source, numbers, Dataset.blocks))
 
-    def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[np.ndarray]:
+    def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[Any]:
         """Yields the rewards of these episodes only."""
         read = lambda part: part.format.rewards(part.source, part.numbers.tolist())
         return _through(source, numbers, read)

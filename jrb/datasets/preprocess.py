@@ -26,6 +26,7 @@ from jrb.datasets.reading.tabular import is_set
 from jrb.datasets.recording import parts
 from jrb.datasets.recording.items import check_numeric
 from jrb.datasets.recording.parts import RecordedLeaf, RecordingSchema
+from jrb.keys import within
 from jrb.layouts.names import Leaves, flatten
 
 _BLOCK = 4 << 20  # bytes of steps that are mapped together
@@ -205,10 +206,10 @@ def _by_episode(
             if not leaves:
                 continue
             if "valid" in episode["next"] and _VALID not in leaves:
-                valid = np.ones(len(leaves[_REWARD]), bool)
+                valid = np.ones(len(leaves[parts.TERMINATED]), bool)
                 valid[-1] = episode["next"]["valid"][-1]
                 leaves = {**leaves, _VALID: valid}
-            count = min(len(leaves[_REWARD]), (num_frames or np.inf) - steps)
+            count = min(len(leaves[parts.TERMINATED]), (num_frames or np.inf) - steps)
             is_last = np.arange(1, count + 1) == count
             yield {name: leaf[:count] for name, leaf in leaves.items()}, is_last, np.array([number])
             steps += count
@@ -303,9 +304,11 @@ def _checked(result: Result, first: Forms, where: Callable[[int], str]) -> tuple
             for name in (_REWARD, *_FLAGS):
                 got = f"the leaves {sorted(result)}. Put back what it does not change: "
                 got += "{**step, ...}"
-                check(name in result, f"leaf '{name}'", "one in what the function returns", got)
-                row = result[name].shape[1:]
-                check(name == _REWARD or not row, f"leaf '{name}'", "shape () for a step", row)
+                present = [leaf for leaf in result if within(leaf, name)]
+                check(present, f"leaf '{name}'", "one in what the function returns", got)
+                if name != _REWARD:  # which may have several leaves, of any shape
+                    is_flag, row = name in result, result[present[0]].shape[1:]
+                    check(is_flag and not row, f"leaf '{name}'", "shape () for a step", row)
             first = _same_forms(first, result, 1)
         except ValueError as error:
             result = Failure(0, error)

@@ -210,7 +210,10 @@ def _steps(where: str, episode: Episode) -> dict[str, Any]:
         step = first_break(where, name, leaves[name], leaf)
         got = f"another after step {step}. RLDS has each observation once; write_d4rl has both"
         check(step is None, f"{where}: leaf 'next/{name}'", f"the next step's '{name}'", got)
-    rows = {"reward" if name == "next/reward" else name: leaf for name, leaf in leaves.items()}
+    rows = {
+        name.removeprefix("next/") if within(name, "next/reward") else name: leaf
+        for name, leaf in leaves.items()
+    }
     if has_last:  # a last row, with zeros where it has nothing
         for name, leaf in rows.items():
             last = after[name][-1:] if name in after else np.zeros_like(leaf[:1])

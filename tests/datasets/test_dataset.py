@@ -125,3 +125,52 @@ def test_a_dataset_is_shown_as_a_table(format):
 def test_bad_arguments(format, call, error):
     with pytest.raises(error):
         call(jrb.datasets.open(source_of(0), format=format))
+
+
+@pytest.fixture
+def agents(tmp_path):
+    """A buffer with a reward for each of two agents, the second one of two numbers."""
+    rewards = {"a": np.ones(10, np.float32), "b": np.arange(20.0, dtype=np.float32).reshape(10, 2)}
+    steps = {
+        "observation": np.arange(10, dtype=np.float32),
+        "action": np.zeros(10, np.int32),
+        "next": {"observation": np.arange(1.0, 11, dtype=np.float32), "reward": rewards},
+    }
+    steps["next"]["done"] = np.arange(10) % 4 == 3
+    buffer, state = jrb.from_items(steps)
+    jrb.save(tmp_path / "saved", buffer, state)
+    with jrb.datasets.Recorder(tmp_path / "recorded") as recorder:
+        recorder.append(steps)
+    jrb.datasets.open(tmp_path / "saved").preprocess(lambda step: step, tmp_path / "mapped")
+    return {
+        "saved": tmp_path / "saved",
+        "recorded": tmp_path / "recorded",
+        "mapped": tmp_path / "mapped",
+        "rlds": list(jrb.datasets.write_rlds(buffer, state)),
+    }
+
+
+@pytest.mark.parametrize("source", ["saved", "recorded", "mapped", "rlds"])
+def test_each_agent_has_its_own_return(source, agents):
+    dataset = jrb.datasets.open(agents[source])
+    both = jrb.datasets.concatenate(dataset, dataset[1:])
+    for each, order in ((dataset, [0, 1, 2]), (both, [0, 1, 2, 1, 2])):
+        returns = each.returns()
+        assert returns["a"].tolist() == [[4.0, 4.0, 2.0][number] for number in order]
+        sums = [[12.0, 16.0], [44.0, 48.0], [34.0, 36.0]]
+        assert returns["b"].tolist() == [sums[number] for number in order]
+    assert dataset[:0].returns()["b"].shape == (0, 2)
+    with pytest.raises(ValueError, match="best: expected one return for each episode"):
+        dataset.best(0.5)
+    buffer, state = dataset.buffer()
+    assert jrb.items(buffer, state)["next"]["reward"]["b"].shape == (10, 2)
+
+
+def test_rewards_of_agents_that_are_no_numbers_are_counted(agents, caplog):
+    def broken(step):
+        rewards = {**step["next"]["reward"], "a": np.float32("nan")}
+        return {**step, "next": {**step["next"], "reward": rewards}}
+
+    path = agents["mapped"].with_name("broken")
+    jrb.datasets.open(agents["saved"]).preprocess(broken, path).buffer()
+    assert "10 rewards are NaN or infinite, the first in episode 0" in caplog.text

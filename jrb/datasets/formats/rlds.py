@@ -20,6 +20,7 @@ from jrb.datasets.format import Source
 from jrb.datasets.reading import tabular
 from jrb.datasets.reading.names import check, check_names
 from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, EpisodeTables, Table, is_seen
+from jrb.keys import within
 
 _FIRST, _LAST, _TERMINAL = _FLAGS = ("is_first", "is_last", "is_terminal")
 _NO_TERMINAL = "No step says 'is_terminal': all episodes are taken for truncated ones."
@@ -143,7 +144,7 @@ def _table(where: str, episode: Any, keeps_last: bool) -> Table:
     items = {TERMINATED: is_end & is_terminal, TRUNCATED: is_end & is_last & (not is_terminal)}
     for name, leaf in leaves.items():
         if name not in _FLAGS:
-            items["next/reward" if name == "reward" else name] = leaf[:steps]
+            items[f"next/{name}" if within(name, "reward") else name] = leaf[:steps]
         if is_seen(name):
             # Zeros after a last step that is kept: its next observation is in no file.
             after = leaf[1:] if drops else np.concatenate([leaf[1:], np.zeros_like(leaf[:1])])

@@ -17,6 +17,7 @@ import numpy as np
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Description, Episode, Indexed, Source, spec_of
 from jrb.datasets.reading.names import check
+from jrb.keys import within
 from jrb.layouts.names import nest
 
 TERMINATED, TRUNCATED, DONE, EPISODE = "next/terminated", "next/truncated", "next/done", "episode"
@@ -146,6 +147,11 @@ class Table:
         """Returns where an episode begins and ends."""
         return int(self.ends[number - 1]) if number else 0, int(self.ends[number])
 
+    def rewards(self, start: int, stop: int) -> Any:
+        """Reads the rewards of the steps from `start` to `stop`, and nothing else."""
+        names = [name for name in self.columns if within(name, "next/reward")]
+        return nest({name: self.columns[name][start:stop] for name in names})["next"]["reward"]
+
     def rows(self, start: int, stop: int) -> Episode:
         """Reads the steps from `start` to `stop`, in TED."""
         leaves: dict[str, np.ndarray] = {}
@@ -203,11 +209,11 @@ class TableFormat(Indexed):
                 for row in range(start, stop, rows):
                     yield table.rows(row, min(row + rows, stop))
 
-    def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[np.ndarray]:
+    def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[Any]:
         """Yields the rewards of these episodes; reads nothing else of them."""
         with self.table(source) as table:
             for number in numbers:
-                yield table.columns["next/reward"][slice(*table.bounds(number))]
+                yield table.rewards(*table.bounds(number))
 
 
 EpisodeTables = Iterator[tuple[object, Table]]
@@ -263,10 +269,10 @@ class EpisodeFormat(Indexed):
         for _, table in self.tables(source, numbers):
             yield table.rows(0, int(table.ends[0]))
 
-    def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[np.ndarray]:
+    def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[Any]:
         """Yields the rewards of these episodes; reads nothing else of them."""
         for _, table in self.tables(source, numbers):
-            yield table.columns["next/reward"][:]
+            yield table.rewards(0, int(table.ends[0]))
 
 
 @functools.lru_cache(maxsize=16)

@@ -118,7 +118,8 @@ def item_spec(example: Any, lead: int, keys: Keys, verb: str) -> ItemSpec:
         check(not has_slash, verb, "names without a slash", f"'{leaf_name(path)}'. Rename it")
     reward = path_name(keys.reward)
     got = f"items with the leaves {names}. Name the right one with keys=jrb.Keys(reward=...)"
-    check(reward in names, "reward", f"a leaf at '{reward}'", got)
+    has_reward = any(within(name, reward) for name in names)
+    check(has_reward, "reward", f"a leaf at '{reward}'", got)
     numbers = _single_numbers(names, specs, keys, verb)
     episode = numbers.pop("episode", None)
     in_ted = ted_names(names, keys, _ROLES)
