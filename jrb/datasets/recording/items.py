@@ -18,7 +18,6 @@ from jrb.keys import Keys, path_name, within
 FLAGS = ("done", "terminated", "truncated")
 _ROLES = ("observation", "action", "reward", "next_observation")
 _RESERVED = ("next/done", TERMINATED, TRUNCATED)
-_NUMBERS = (bool, int, float, complex)
 _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
@@ -96,8 +95,6 @@ class ItemSpec:
 
 def _number(leaf: object, spec: Any, where: str) -> np.ndarray:
     """Returns a number of Python as an array of the dtype that JAX gives it."""
-    if not isinstance(leaf, _NUMBERS):
-        raise TypeError(f"{where}: expected an array, got {type(leaf).__name__}.")
     if isinstance(leaf, int) and np.dtype(spec.dtype).kind == "i":
         bounds = np.iinfo(spec.dtype)
         fits = bounds.min <= leaf <= bounds.max
@@ -170,12 +167,7 @@ def _recorded(name: str, spec: Any) -> RecordedLeaf:
 
 
 def _leaf_spec(leaf: Any, lead: int, where: str) -> jax.ShapeDtypeStruct:
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        if not isinstance(leaf, _NUMBERS):
-            raise TypeError(
-                f"{where}: expected an array, got {type(leaf).__name__}. Convert it with "
-                "np.asarray, or leave it out of the item."
-            )
+    if not hasattr(leaf, "dtype"):
         leaf = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(type(leaf)))
     dtype = leaf.dtype if is_keys(leaf.dtype) else np.dtype(leaf.dtype)
     if isinstance(dtype, np.dtype):

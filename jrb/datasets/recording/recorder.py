@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb.authoring import absolute_path, call_on_host, checks
+from jrb.authoring import absolute_path, call_on_host, casting, checks
 from jrb.datasets.recording.items import ItemSpec, is_keys, item_spec
 from jrb.datasets.recording.parts import RecordingSchema
 from jrb.datasets.recording.writer import RecordWriter
@@ -105,7 +105,10 @@ class Recorder:
         self._num_envs, self._keys = num_envs, keys
         self._lead: tuple[int, ...] = () if num_envs is None else (num_envs,)
         self._every = np.arange(num_envs or 1, dtype=np.int32)
-        spec = None if example is None else item_spec(example, 0, keys, "Recorder: example")
+        spec = None
+        if example is not None:
+            what = "Recorder: example"
+            spec = item_spec(casting.arrays(example, what), 0, keys, what)
         self._writer = RecordWriter(self._path, name or str(os.getpid()), chunk)
         self._end = weakref.finalize(self, self._writer.close)
         if spec is not None:
@@ -149,7 +152,7 @@ class Recorder:
                 there, and a later call writes them.
             LockedError: this process was forked off from the one that made the recorder.
         """
-        self._take(item, self._lead, mask, "add")
+        self._take(casting.arrays(item, "add"), self._lead, mask, "add")
 
     def append(self, items: Any, mask: Any = None) -> None:
         """Takes T timesteps, time first, as a buffer's `extend` does.
@@ -161,6 +164,7 @@ class Recorder:
         Raises:
             ValueError: as `add`, which also raises `TypeError`, `OSError` and `LockedError`.
         """
+        items = casting.arrays(items, "append")
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(items)]
         if not shapes or not shapes[0]:
             raise ValueError(
@@ -195,6 +199,7 @@ class Recorder:
                     f"record: leaf '{leaf_name}': expected a dtype that JAX keeps, got "
                     f"{leaf.dtype}. Set jax_enable_x64, or record other dtypes."
                 )
+        items = casting.arrays(items, "record")
         first, lead = jax.tree.leaves(items)[:1], self._lead
         if first and np.ndim(first[0]) - len(spec.specs[0].shape) > len(lead):
             lead = (np.shape(first[0])[0], *lead)

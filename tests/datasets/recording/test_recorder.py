@@ -481,6 +481,31 @@ def test_another_item_is_refused(bad, error, text, tmp_path):
         assert recorder.held == 1
 
 
+class Lazy:
+    """Frames that are joined when they are looked at."""
+
+    def __init__(self, frames):
+        self.frames = frames
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(np.stack(self.frames), dtype)
+
+
+def test_what_can_be_made_an_array_is_taken(tmp_path):
+    frames = np.arange(12, dtype=np.uint8).reshape(4, 3)
+    flags = {"next": {"reward": 0.0, "done": False}}
+    with Recorder(tmp_path, {"observation": Lazy(frames), **flags}) as recorder:
+        recorder.add({"observation": Lazy(frames), **flags})
+        recorder.add({"observation": np.ma.masked_array(frames), **flags})
+        masked = np.ma.masked_array(frames, frames > 5)
+        with pytest.raises(ValueError, match="'observation': expected values everywhere, got a"):
+            recorder.add({"observation": masked, **flags})
+        with pytest.raises(TypeError, match=r"expected an array, got list|list of numbers"):
+            recorder.add({"observation": frames.tolist(), **flags})
+    seen = jrb.datasets.open(tmp_path)[0]["observation"]
+    assert_same(seen, np.stack([frames, frames]))
+
+
 def test_calls_of_the_wrong_shape_are_refused(tmp_path):
     with Recorder(tmp_path, item(0), num_envs=2) as recorder:
         row = stacked([item(0), item(1)])
