@@ -34,23 +34,15 @@ _PATHS = {  # by version
 
 
 class LeRobotMeta(NamedTuple):
-    """The metadata of a dataset, read before its tables are opened.
+    """The metadata of a dataset, read before its tables are opened."""
 
-    Attributes:
-        info: `info.json`, with the description of each leaf of a step under `features`.
-        lengths: int64 `[K]`, the steps of each episode.
-        counts: the number of rows of each table, by its path, in order.
-        facts: arrays `[K]` by name.
-        tasks: texts by number.
-        videos: for each feature that is a video, the files of all episodes, and float64 `[K]`, the
-            time in seconds at which each begins in its file.
-    """
-
-    info: Mapping[str, Any]
-    lengths: np.ndarray
-    counts: Mapping[str, int]
-    facts: Mapping[str, np.ndarray]
-    tasks: Mapping[int, str]
+    info: Mapping[str, Any]  # `info.json`, which describes each leaf of a step under `features`
+    lengths: np.ndarray  # int64 `[K]`, the steps of each episode
+    counts: Mapping[str, int]  # the number of rows of each table, by its path, in order
+    facts: Mapping[str, np.ndarray]  # arrays `[K]` by name
+    tasks: Mapping[int, str]  # texts by number
+    # For each feature that is a video, the files of all episodes, and float64 `[K]`, the time in
+    # seconds at which each begins in its file.
     videos: Mapping[str, tuple[list[str], np.ndarray]]
 
 

@@ -146,9 +146,7 @@ class TableFile:
 class ArrowFiles:
     """Tables of the same columns, the rows of which follow each other.
 
-    Args:
-        paths: of the files, in order; at least one.
-        counts: the rows of each; a file is then opened when it is read. None to open all at once.
+    With the `counts` of their rows, files are opened when they are read, else all at once.
     """
 
     def __init__(self, paths: Sequence[str], counts: Sequence[int] | None = None) -> None:
@@ -227,11 +225,8 @@ class ArrowColumn:
     """A column of numbers, read from its files by slices, a few megabytes at a time.
 
     Rows have the shape and dtype of the first one. Rows that follow those that were read last are
-    read on from there; for others, reading begins with their group of rows.
-
-    Args:
-        files: the tables.
-        path: the name of the column, and of the fields within it.
+    read on from there; for others, reading begins with their group of rows. The path is the name of
+    the column, and those of the fields within it.
     """
 
     def __init__(self, files: ArrowFiles, path: tuple[str, ...]) -> None:

@@ -77,8 +77,8 @@ class EpisodeRows:
         """Reads the rows of one leaf from `start` to `stop`."""
         first = start // self._size * self._size
         begins = range(first, max(stop, first + 1), self._size)
-        pieces = [self._piece(begin)[name] for begin in begins]
-        return np.concatenate(pieces)[start - first : stop - first]
+        rows = lambda begin: slice(max(0, start - begin), stop - begin)
+        return np.concatenate([self._piece(begin)[name][rows(begin)] for begin in begins])
 
     def _checked(self, begin: int) -> dict[str, np.ndarray]:
         """Reads a piece; refuses steps amid an episode whose next observation is not valid."""

@@ -35,19 +35,12 @@ Column = Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DerivedColumn:
-    """A column that is computed when it is read.
+    """A column that is computed when it is read."""
 
-    Attributes:
-        shape: `[T, ...]`.
-        dtype: of the values.
-        read: a function from the first row and the row after the last one to values `[rows, ...]`.
-        is_shared: True if another column reads the same data.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # `[T, ...]`
     dtype: Any
-    read: Callable[[int, int], np.ndarray]
-    is_shared: bool = False
+    read: Callable[[int, int], np.ndarray]  # from the first row, up to another one
+    is_shared: bool = False  # True if another column reads the same data
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -103,22 +96,18 @@ def with_next(columns: Mapping[str, Column], steps: int, heads: Sequence[str]) -
 class Table:
     """The contents of files with a row for each step.
 
-    Attributes:
-        columns: by the name of the leaf in TED (`observation/image`, `next/reward`), each
-            `[T, ...]`. Without `next/observation`, that is the observation of the next row.
-        ends: int64 `[K]`, the number of steps up to the end of each episode.
-        facts: as in `Description`, as are `metadata` and `notes`.
-        left_out: the names of arrays that are not read.
-        cut: as in `Description`; None to tell it from the flags.
+    Columns `[T, ...]` go by the names of leaves in TED (`observation/image`, `next/reward`).
+    Without `next/observation`, that is the observation of the next row.
     """
 
     columns: Mapping[str, Column]
-    ends: np.ndarray
+    ends: np.ndarray  # int64 `[K]`, the number of steps up to the end of each episode
+    # As in `Description`:
     facts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    left_out: Iterable[str] = ()
-    cut: np.ndarray | None = None
+    left_out: Iterable[str] = ()  # the names of arrays that are not read
+    cut: np.ndarray | None = None  # as in `Description`; None to tell it from the flags
 
     @property
     def has_next(self) -> bool:
