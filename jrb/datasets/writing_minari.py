@@ -109,58 +109,74 @@ def write_minari(
         "minari_version": require("minari", "minari").__version__,
     }
     dataset, specs = dataset_of("write_minari", buffer, state, roles=_ROLES)
-    running, cut = unfinished(dataset)
     stored = None if isinstance(buffer, Dataset) or state is None else buffer.stored(state)
     names = _names(specs, stored)
-    facts: list[dict[str, Any]] = []
-    source_facts = dataset.facts
-    notes: collections.Counter[str] = collections.Counter()
-    arrays: Leaves = {}  # of the last episode
-    bounds: dict[str, tuple[int, int]] = {}  # of single integers
-
-    def episodes() -> Iterator[Any]:
-        episode_buffer = require("minari.data_collector", "minari").EpisodeBuffer
-        for number, episode in enumerate(dataset):
-            leaves = {names.get(name, name): leaf for name, leaf in flatten(episode, "").items()}
-            valid = leaves.pop(VALID, np.ones(len(leaves.pop("next/done")), bool))
-            notes[_LEFT_OUT] += int(np.sum(~valid))
-            if not valid.any():
-                continue
-            leaves = {name: leaf[valid] for name, leaf in leaves.items()}
-            arrays.update(_arrays(f"write_minari: episode {len(facts)}", leaves))
-            for name, array in arrays.items():
-                if array.ndim == 1 and array.dtype.kind in "biu":
-                    ends = [int(array.min()), int(array.max()), *bounds.get(name, ())]
-                    bounds[name] = (min(ends), max(ends))
-            own = {name: every[number] for name, every in source_facts.items()}
-            facts.append({**_facts(own, arrays["rewards"]), "id": len(facts)})
-            notes[_RUNNING] += bool(running[number])
-            notes[_CUT] += bool(cut[number])
-            yield episode_buffer(**{"infos": {}, **nest(arrays)})
-
+    episodes = MinariEpisodes(dataset, names)
     with new_path(target) as folder:
         data = os.path.join(folder, "data")
         os.makedirs(data)
         # The spaces are known after the last episode; without JPEG the package does not use them.
         any_space = require("gymnasium.spaces", "minari").Discrete(1)
         storage = _package().MinariStorage.new(data, any_space, any_space, jpeg_encoding=False)
-        storage.update_episodes(episodes())
-        check(facts, "write_minari", "at least one episode", "none")
+        storage.update_episodes(episodes)
+        check(episodes.facts, "write_minari", "at least one episode", "none")
         serialize = require("minari.serialization", "minari").serialize_space
         for role, given in spaces.items():
             name = f"{role}s"
-            space = _derived(name, nest(arrays)[name], bounds) if given is None else given
+            space = episodes.space(name) if given is None else given
             got = {leaf: getattr(each, "shape", None) for leaf, each in _leaf_spaces(name, space)}
-            want = {leaf: it.shape[1:] for leaf, it in arrays.items() if within(leaf, name)}
+            arrays = episodes.arrays.items()
+            want = {leaf: array.shape[1:] for leaf, array in arrays if within(leaf, name)}
             expected = f"a space of arrays of the shapes {want}"
             check(got == want, f"{role}_space", expected, f"one of {got}")
             about[f"{role}_space"] = serialize(space)
-        about["notes"] = [text.format(n, len(facts)) for text, n in notes.items() if n]
-        storage.update_episode_metadata(facts)
+        counts = episodes.notes.items()
+        about["notes"] = [text.format(n, len(episodes.facts)) for text, n in counts if n]
+        storage.update_episode_metadata(episodes.facts)
         about = {**storage.read_raw_metadata(data), **about}
         about = {name: value for name, value in about.items() if value is not None}
         with open(os.path.join(data, METADATA), "w", encoding="utf-8") as file:
             json.dump(about, file)
+
+
+class MinariEpisodes:
+    """Episodes as Minari's storage takes them, and what is known after the last one.
+
+    `names` are those of leaves that Minari calls otherwise.
+    """
+
+    def __init__(self, dataset: Dataset, names: Mapping[str, str]) -> None:
+        self._dataset, self._names = dataset, names
+        self.facts: list[dict[str, Any]] = []  # of each episode
+        self.notes: collections.Counter[str] = collections.Counter()
+        self.arrays: Leaves = {}  # of the last episode
+        self._bounds: dict[str, tuple[int, int]] = {}  # of single integers
+
+    def __iter__(self) -> Iterator[Any]:
+        episode_buffer = require("minari.data_collector", "minari").EpisodeBuffer
+        (running, cut), facts = unfinished(self._dataset), self._dataset.facts
+        for number, episode in enumerate(self._dataset):
+            leaves = flatten(episode, "episode")
+            leaves = {self._names.get(name, name): leaf for name, leaf in leaves.items()}
+            valid = leaves.pop(VALID, np.ones(len(leaves.pop("next/done")), bool))
+            self.notes[_LEFT_OUT] += int(np.sum(~valid))
+            if not valid.any():
+                continue
+            leaves = {name: leaf[valid] for name, leaf in leaves.items()}
+            self.arrays = _arrays(f"write_minari: episode {len(self.facts)}", leaves)
+            for name, array in self.arrays.items():
+                if array.ndim == 1 and array.dtype.kind in "biu":
+                    ends = [int(array.min()), int(array.max()), *self._bounds.get(name, ())]
+                    self._bounds[name] = (min(ends), max(ends))
+            own = {name: fact[number] for name, fact in facts.items()}
+            self.facts.append({**_facts(own, self.arrays["rewards"]), "id": len(self.facts)})
+            self.notes[_RUNNING] += bool(running[number])
+            self.notes[_CUT] += bool(cut[number])
+            yield episode_buffer(**{"infos": {}, **nest(self.arrays)})
+
+    def space(self, name: str) -> Any:
+        """Returns the space of the arrays of this name, as wide as they need it."""
+        return _derived(name, nest(self.arrays)[name], self._bounds)
 
 
 def _space(name: str, given: Any) -> Any:

@@ -123,16 +123,11 @@ def _table(
     ends = np.flatnonzero(is_last(episode, env, writer)) + 1
     metadata = {name: value for schema in schemas for name, value in schema.metadata.items()}
     notes = tuple(dict.fromkeys(note for schema in schemas for note in schema.notes))
-    facts, cut = schemas[0].facts, None
+    facts = schemas[0].facts
     if facts is not None and len(schemas) == 1:  # a dataset that was written as a whole
         if any(len(fact) != len(ends) for fact in facts.values()):
             raise DamagedError(f"{source}: expected facts of {len(ends)} episodes, got others.")
-        if VALID in columns:  # `Dataset` adds it again
-            valid = tabular.is_set(columns.pop(VALID)[:])
-            inside = np.delete(valid, ends - 1)
-            where, expected = f"{source}: leaf '{VALID}'", "True but for last steps of episodes"
-            check(inside.all(), where, expected, "others")
-            cut = ~valid[ends - 1] & ~columns[TERMINATED][ends - 1]
+        cut = _without_valid(source, columns, ends)
         return Table(columns, ends, facts, metadata, notes, cut=cut)
     last = np.flatnonzero(is_last(env, writer))
     if num_running := int((~(columns[TERMINATED] | columns[TRUNCATED])[last]).sum()):
@@ -140,3 +135,13 @@ def _table(
     metadata["writers"] = [name for name, _ in sealed]
     facts = {"env": env[ends - 1], "writer": writer[ends - 1]}
     return Table(columns, ends, facts, metadata, notes)
+
+
+def _without_valid(source: str, columns: dict[str, Any], ends: np.ndarray) -> np.ndarray | None:
+    """Takes `next/valid`, which `Dataset` adds again, out of columns; returns what it tells."""
+    if VALID not in columns:
+        return None
+    valid = tabular.is_set(columns.pop(VALID)[:])
+    where, expected = f"{source}: leaf '{VALID}'", "True but for last steps of episodes"
+    check(np.delete(valid, ends - 1).all(), where, expected, "others")
+    return ~valid[ends - 1] & ~columns[TERMINATED][ends - 1]
