@@ -144,15 +144,20 @@ def _write(folder: str, mapped: Iterator[Mapped], dataset: Any) -> None:
     if not blocks:
         raise ValueError(f"{folder}: expected at least one step to be written, got none.")
     write_part(num_parts + 1)
-    kept = np.concatenate(kept)
-    facts = {name: fact[kept] for name, fact in dataset.facts.items() if fact.dtype.kind in "biuf"}
+    write_part(0, **_about(dataset, np.concatenate(kept)))
+
+
+def _about(dataset: Any, episodes: np.ndarray) -> dict[str, Any]:
+    """Returns what stays true of the episodes of these numbers: facts, metadata and notes."""
+    is_numeric = lambda fact: fact.dtype.kind in "biuf"
     metadata: dict[str, Any] = {}
     for name, value in dataset.metadata.items():  # entries that JSON lacks are left out
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             metadata[name] = json.loads(json.dumps(value))
     # What is said of next observations is derived again, unless their steps were left out.
     notes = dataset.notes if dataset.final == "drop" else dataset.description.notes
-    write_part(0, notes=notes, metadata=metadata, facts=facts)
+    facts = {name: each[episodes] for name, each in dataset.facts.items() if is_numeric(each)}
+    return {"notes": notes, "metadata": metadata, "facts": facts}
 
 
 def _by_step(

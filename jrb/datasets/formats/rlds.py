@@ -107,20 +107,14 @@ def _is_episode(episode: Any) -> bool:
 
 
 def _table(where: str, episode: Any, keeps_last: bool) -> Table:
-    """Reads an episode; refuses arrays of several lengths, and flags amid it."""
+    """Reads an episode; refuses arrays of several lengths."""
     names = f" with {list(episode)}" if isinstance(episode, Mapping) else ""
     check(_is_episode(episode), where, "a dict with 'steps'", type(episode).__name__ + names)
     every = _arrays(where, episode["steps"])
     leaves = {name: leaf for name, leaf in every.items() if _is_numeric(leaf) and leaf.shape}
     tabular.check_present(where, leaves, [_LAST])
     tabular.check_lengths(where, leaves)
-    for name in {*_FLAGS} & leaves.keys():
-        flag = leaves[name]
-        is_flag = f"{where}: '{name}'"
-        check(flag.ndim == 1, is_flag, "one flag a step", flag.shape)
-        inner = np.flatnonzero(flag[1:] if name == _FIRST else flag[:-1]) + (name == _FIRST)
-        expected = f"it of the {name.removeprefix('is_')} step alone"
-        check(not len(inner), is_flag, expected, f"it of step {inner[:1]} of {len(flag)}")
+    _check_flags(where, leaves)
     besides = dict(_flat({name: each for name, each in episode.items() if name != "steps"}))
     facts = {name: each for name, each in besides.items() if _is_numeric(each) and not each.shape}
     left_out = (every.keys() - leaves.keys()) | (besides.keys() - facts.keys())
@@ -152,6 +146,17 @@ def _table(where: str, episode: Any, keeps_last: bool) -> Table:
     check_names(where, items)
     cut = np.array([not drops])
     return Table(items, np.array([steps]), facts, notes=notes, left_out=left_out, cut=cut)
+
+
+def _check_flags(where: str, leaves: Leaves) -> None:
+    """Refuses flags that are set amid an episode."""
+    for name in {*_FLAGS} & leaves.keys():
+        flag = leaves[name]
+        is_flag = f"{where}: '{name}'"
+        check(flag.ndim == 1, is_flag, "one flag a step", flag.shape)
+        inner = np.flatnonzero(flag[1:] if name == _FIRST else flag[:-1]) + (name == _FIRST)
+        expected = f"it of the {name.removeprefix('is_')} step alone"
+        check(not len(inner), is_flag, expected, f"it of step {inner[:1]} of {len(flag)}")
 
 
 def _arrays(where: str, steps: Any) -> Leaves:
