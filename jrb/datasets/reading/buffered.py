@@ -84,9 +84,10 @@ class EpisodeRows:
         """Reads a piece; refuses steps amid an episode whose next observation is not valid."""
         steps = self.at(slice(begin, begin + self._size))
         if VALID in steps:
-            wrong = set(begin + np.flatnonzero(~tabular.is_set(steps[VALID]))) - {*(self.ends - 1)}
+            places = begin + np.flatnonzero(~tabular.is_set(steps[VALID]))
+            wrong, where = np.setdiff1d(places, self.ends - 1), f"{self._where}: leaf '{VALID}'"
             expected = "True but for last steps of episodes"
-            check(not wrong, f"{self._where}: leaf '{VALID}'", expected, f"{len(wrong)} others")
+            check(not len(wrong), where, expected, f"{len(wrong)} others")
         return steps
 
 
