@@ -296,6 +296,9 @@ def _compiled(function: Function, cast: bool, spec: Any, rows: int) -> Callable[
 
 def _flat(item: Any) -> Leaves:
     """Returns the arrays of what a function returned, by name."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(item):
+        where, is_masked = f"leaf '{leaf_name(path)}'", np.ma.is_masked(leaf)
+        check(not is_masked, where, "values everywhere", "a masked array. Fill it")
     leaves = flatten(jax.tree.map(np.asarray, item), "function")
     for name, leaf in leaves.items():
         check_numeric(f"leaf '{name}'", leaf.dtype)

@@ -327,6 +327,10 @@ def without(*path):
         (lambda step: step["action"], "expected a dict of arrays"),
         (without("reward"), "leaf 'next/reward': expected one in what the function returns"),
         (without("terminated"), "'next/terminated': expected one"),
+        (
+            lambda step: {**step, "x": np.ma.masked_array(np.ones(3), [False, True, False])},
+            "leaf 'x': expected values everywhere, got a masked array",
+        ),
         (lambda step: {**step, "x": "text"}, "leaf 'x': expected numbers, got dtype <U4"),
         (
             lambda step: {**step, "x": np.zeros(2 + int(step["next"]["terminated"]))},

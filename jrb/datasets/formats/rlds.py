@@ -181,6 +181,8 @@ def _flat(entry: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}/")
             continue
+        is_masked = np.ma.is_masked(value)
+        check(not is_masked, f"'{name}'", "values everywhere", "a masked array. Fill it")
         try:
             yield f"{prefix}{name}", np.asarray(value.numpy() if hasattr(value, "numpy") else value)
         except ValueError:  # lists of several lengths

@@ -280,3 +280,10 @@ def test_an_error_of_the_function_comes_through():
 
     with pytest.raises(RuntimeError, match="mine"):
         jrb.datasets.open(source)
+
+
+def test_masked_values_are_refused():
+    steps = {"observation": np.ma.masked_array(np.arange(3.0), [False, True, False])}
+    steps |= {"is_last": np.array([False, False, True]), "reward": np.zeros(3)}
+    with pytest.raises(ValueError, match="'observation': expected values everywhere, got a masked"):
+        jrb.datasets.open([{"steps": steps}])
