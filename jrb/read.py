@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,7 +37,7 @@ def items(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -
         which the last may be shorter. Of objects, lists.
 
     Raises:
-        TypeError: states under vmap.
+        ValueError: states under vmap.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -55,10 +56,20 @@ def items(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -
 
 def held_slots(buffer: ReplayBuffer, state: BufferState, who: str) -> np.ndarray:
     """Returns the slots that hold items, oldest first."""
-    check_single(buffer, who)
-    validate.check_state(buffer, state)
+    _check(buffer, state, who)
     slots, count = buffer.in_order(state)
     return np.asarray(slots)[: int(count)]
+
+
+def _check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
+    """Raises unless it is a single state of this buffer, outside `jit`."""
+    check_single(buffer, who)
+    validate.check_state(buffer, state)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+        raise TypeError(
+            f"{who}: expected a state with values, got a traced one. Call it outside jit, with the "
+            "state that the jitted function returns."
+        )
 
 
 def taken(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Any:
@@ -170,8 +181,7 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         >>> [(each.length, float(each.return_), each.complete) for each in found]
         [(3, 3.0, True), (2, 7.0, False)]
     """
-    check_single(buffer, "episodes")
-    validate.check_state(buffer, state)
+    _check(buffer, state, "episodes")
     checks.chronological("episodes", buffer.writer)
     if buffer.storage.of_objects:
         raise ValueError(

@@ -46,7 +46,8 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
         reads each batch when it is asked for.
 
     Raises:
-        TypeError: a `Mix`, states under vmap, or objects.
+        TypeError: a `Mix`, or objects.
+        ValueError: states under vmap; two leaves of one name.
         ModuleNotFoundError: pyarrow is not installed.
 
     Example:
@@ -97,7 +98,8 @@ def to_pandas(buffer: ReplayBuffer, state: BufferState) -> Any:
         A `pandas.DataFrame` of K rows, numbered from 0.
 
     Raises:
-        TypeError: a `Mix`, or states under vmap.
+        TypeError: a `Mix`.
+        ValueError: as `to_arrow`.
         ModuleNotFoundError: pandas is not installed.
 
     Example:
@@ -139,8 +141,8 @@ def _column_names(spec: Item) -> list[str]:
     names = [f"item/{name}" if name in ours else name for name in pytree.leaf_names(spec)]
     if len(set(names)) < len(names):
         raise ValueError(
-            f"expected leaves with a name of their own each, got columns {names}. Rename some, as "
-            "jrb.transforms.Rename does."
+            f"expected leaves with a name of their own each, got columns {names}. Read "
+            "jrb.items, and rename some."
         )
     return names
 

@@ -231,3 +231,17 @@ def test_episodes_of_many_lengths_are_read_in_few_shapes(monkeypatch):
     assert [len(ids) for ids in found] == lengths.tolist()
     np.testing.assert_array_equal(np.concatenate(found), items["id"])
     assert len(shapes) <= 6
+
+
+@pytest.mark.parametrize(
+    "read",
+    [jrb.items, jrb.episodes, jrb.stats, jrb.to_pandas, jrb.to_arrow],
+    ids=lambda f: f.__name__,
+)
+def test_what_reads_on_the_host_says_so_inside_jit(read):
+    items = {"next": {"reward": jnp.ones(4), "done": jnp.arange(4) % 2 == 1}}
+    buffer, state = jrb.from_items(items)
+    with pytest.raises(
+        TypeError, match=rf"^{read.__name__}: expected a state with values.*outside jit"
+    ):
+        jax.jit(lambda state: read(buffer, state))(state)
