@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import tracemalloc
 from typing import ClassVar
 
 import jax
@@ -48,6 +49,14 @@ def test_a_description_is_hashed_once_and_forgotten_when_it_is_gone():
     assert {one: "x"}[other] == "x"
     del one, other
     gc.collect()
+    tracemalloc.start()
+    every = [Counted(number) for number in range(10_000)]
+    assert sum(map(hash, every)) == sum(range(10_000))
+    del every
+    Counted.seen.clear()
+    gc.collect()
+    assert tracemalloc.get_traced_memory()[0] < 1_500_000
+    tracemalloc.stop()
     # Another one may be where one was that is gone: it must not have its hash.
     assert [hash(Counted(number)) for number in range(100)] == list(range(100))
     assert hash(copy.copy(Counted(5))) == hash(pickle.loads(pickle.dumps(Counted(6)))) - 1

@@ -682,34 +682,22 @@ def test_a_state_on_the_host_tells_its_bytes():
     assert "1.0 MB on the host" in state._repr_html_()
 
 
-WRONG_PATHS = {
-    "empty": "",
-    "nul": "a\0b",
-    "no suffix": "picture",
-    "only a suffix": ".png",
-    "folder": "folder",
-    "folder with a suffix": "folder.png",
-    "no folder": "nowhere/a.png",
-    "below a file": "file/a.png",
-    "format": "a.docx",
-    "long": "x" * 300 + ".png",
-}
+WRONG_PATHS = ["", "a\0b", "picture", ".png", "folder", "folder.png", "nowhere/a.png", "file/a.png"]
+WRONG_PATHS += ["a.docx", "x" * 300 + ".png"]
 
 
-@pytest.mark.parametrize("path", WRONG_PATHS.values(), ids=WRONG_PATHS)
-@pytest.mark.parametrize("command", ["inspect", "demo"])
-def test_pictures_that_cannot_be_written_are_refused_at_once(
-    command, path, tmp_path, capsys, monkeypatch
-):
+@pytest.mark.parametrize("words", [["inspect", "native", "--plot"], ["demo", "--out"]])
+def test_pictures_that_cannot_be_written_are_refused_at_once(words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    make("native", tmp_path)
     for name in ("folder", "folder.png"):
         os.mkdir(name)
     (tmp_path / "file").write_bytes(b"")
-    source, before = make("native", tmp_path), sorted(tmp_path.rglob("*"))
-    wrong = ["inspect", source, "--plot", path] if command == "inspect" else ["demo", "--out", path]
-    status, out, err = call(capsys, *wrong)
-    assert (status in (1, 2), out, err.count("\n")) == (True, "", 1)
-    assert "--traceback" not in err and sorted(tmp_path.rglob("*")) == before
+    before = sorted(tmp_path.rglob("*"))
+    for path in WRONG_PATHS:
+        status, out, err = call(capsys, *words, path)
+        assert (status in (1, 2), out, err.count("\n")) == (True, "", 1), path
+        assert "--traceback" not in err and sorted(tmp_path.rglob("*")) == before, path
 
 
 WRONG_DEMOS = {
