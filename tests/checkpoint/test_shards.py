@@ -339,19 +339,25 @@ def test_one_that_fails_before_it_writes_says_so_to_the_others():
 # A state under vmap that lies on several devices, as a plain buffer on each has it.
 
 
-@pytest.mark.parametrize("spec", [("data",), (None, "data"), (None, None, "data"), ()])
-@pytest.mark.parametrize("piece", [24, 1000])
-def test_bytes_are_read_from_the_device_that_has_them(spec, piece, tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    rows = {"x": rng.normal(size=(8, 24, 20)).astype(np.float32)}
-    buffer = jrb.ReplayBuffer(24)
-    state = jax.vmap(lambda items: buffer.extend(buffer.init({"x": jnp.zeros(20)}), items))(rows)
+@pytest.mark.whole
+@pytest.mark.parametrize("spec", [("data",), (None, "data"), ()])
+def test_bytes_are_read_from_the_device_that_has_them(spec):
     where = NamedSharding(mesh_of(4), PartitionSpec(*spec))
-    storage = jax.tree.map(lambda leaf: jax.device_put(leaf, where), state.storage)
-    seams.read_in_pieces(monkeypatch, piece)
-    jrb.save(tmp_path, buffer, state.replace(storage=storage))
-    monkeypatch.undo()
-    assert_same(jrb.load(tmp_path)[1], jax.device_get(state))
+    array = np.random.default_rng(0).normal(size=(8, 4, 5)).astype(np.float32)
+    read, want = seams.memory.reader(jax.device_put(array, where)), array.tobytes()
+    rng = np.random.default_rng(1)
+    for start, stop in rng.integers(0, array.size + 1, (50, 2)).tolist():
+        start, stop = 4 * min(start, stop), 4 * max(start, stop)
+        assert bytes(read(start, stop)) == want[start:stop]
+
+
+def test_a_part_of_an_array_is_read_like_an_array():
+    array = np.random.default_rng(0).integers(0, 9, (3, 4, 5), np.int32)
+    part = seams.memory.Part(jnp.asarray(array), 1)
+    assert (part.shape, part.ndim, part.size, part.dtype) == ((4, 5), 2, 20, jnp.int32)
+    assert bytes(seams.memory.reader(part)(8, 60)) == array[1].tobytes()[8:60]
+    np.testing.assert_array_equal(np.asarray(part), array[1])
+    np.testing.assert_array_equal(part[2:], array[1][2:])
 
 
 def test_large_leaves_of_another_device_are_saved_where_they_lie(tmp_path, monkeypatch):
