@@ -269,10 +269,8 @@ def _caller(
     names = [each.name for each in parameters]
     defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
     has_priorities, title = "priorities" in names, f"{type(self).__name__}.{name}()"
-
-    tails: dict[int, tuple[Any, ...]] = {
-        len(names): ()
-    }  # the defaults of further arguments, by the number of those given
+    # The defaults of further arguments, by the number of those given.
+    tails: dict[int, tuple[Any, ...]] = {len(names): ()}
     for count in reversed(range(len(names))):
         if names[count] in defaults:
             tails[count] = (defaults[names[count]], *tails[count + 1])
@@ -281,14 +279,7 @@ def _caller(
         if not kwargs and len(args) in tails:
             args += tails[len(args)]
         else:
-            try:
-                args += tuple(
-                    [kwargs.pop(it) if it in kwargs else defaults[it] for it in names[len(args) :]]
-                )
-            except KeyError as error:
-                raise TypeError(f"{title} missing the argument {error}") from None
-            if kwargs or len(args) > len(names):
-                raise TypeError(f"{title} takes the arguments state, {', '.join(names)}.")
+            args = _by_position(title, names, defaults, args, kwargs)
         args = tuple([make(arg) for make, arg in zip(prepare, args, strict=True)])
         result = run(state, *args)
         # XLA computes meanwhile. Before the call, to look for NaN would make it 12 us longer.
@@ -297,6 +288,21 @@ def _caller(
         return result
 
     return called
+
+
+def _by_position(
+    title: str, names: list[str], defaults: dict[str, Any], args: tuple, kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Returns all arguments of a call by position, or raises what Python would."""
+    try:
+        args += tuple(
+            [kwargs.pop(it) if it in kwargs else defaults[it] for it in names[len(args) :]]
+        )
+    except KeyError as error:
+        raise TypeError(f"{title} missing the argument {error}") from None
+    if kwargs or len(args) > len(names):
+        raise TypeError(f"{title} takes the arguments state, {', '.join(names)}.")
+    return args
 
 
 def _without_data(name: str, where: Any) -> Any:

@@ -167,28 +167,48 @@ class Mix:
     ) -> tuple[States, Sample]:
         size, beta = draw_arguments(self.batch_size, key, batch_size, beta)
         keys = jax.random.split(key, len(self.buffers) + 1)
-        shares = None
         if proportions is None:
-            counts = needed = self._counts(size)
-        else:
-            # Shapes may not depend on the proportions: each buffer draws B items, and of these its
-            # part of the batch is chosen.
-            if not isinstance(proportions, jax.core.Tracer):
-                splitting.check("proportions", proportions, len(self.buffers), "buffer")
-            values = jnp.asarray(casting.copy_array(proportions)).astype(jnp.float32)
-            if values.shape != (len(self.buffers),):
-                raise ValueError(
-                    f"proportions: expected shape ({len(self.buffers)},), got {values.shape}."
-                )
-            values = jnp.maximum(jnp.nan_to_num(values), 0.0)
-            per_shard = splitting.counts(jnp, values, size // self._shards, 1e-4)
-            shares = self._shards * per_shard
-            counts = (size,) * len(self.buffers)
-            needed = counts if isinstance(shares, jax.core.Tracer) else tuple(shares.tolist())
-        pairs = self._pairs(states)
+            counts = self._counts(size)
+            after, parts = self._parts(states, keys, counts, counts, beta)
+            merge = _interleaved_parts if self.exact else _concatenated
+            return tuple(after), self._within(merge, (), (parts,), merges=True)
+        # Shapes may not depend on the proportions: each buffer draws B items, and of these its part
+        # of the batch is chosen.
+        if not isinstance(proportions, jax.core.Tracer):
+            splitting.check("proportions", proportions, len(self.buffers), "buffer")
+        values = jnp.asarray(casting.copy_array(proportions)).astype(jnp.float32)
+        if values.shape != (len(self.buffers),):
+            raise ValueError(
+                f"proportions: expected shape ({len(self.buffers)},), got {values.shape}."
+            )
+        values = jnp.maximum(jnp.nan_to_num(values), 0.0)
+        per_shard = splitting.counts(jnp, values, size // self._shards, 1e-4)
+        shares, counts = self._shards * per_shard, (size,) * len(self.buffers)
+        needed = counts if isinstance(shares, jax.core.Tracer) else tuple(shares.tolist())
+        after, parts = self._parts(states, keys, counts, needed, beta)
+        chosen: Any = shares, keys[-1]
+        if self._shards_of_first is not None:  # each shard has its own shares, and a key
+            num_shards = self._shards
+            each = jnp.broadcast_to(per_shard, (num_shards, shares.size))
+            chosen = each, jax.random.split(keys[-1], num_shards)
+        merge = _interleaved_choice if self.exact else _chosen
+        sample = self._within(merge, chosen, (parts,), merges=True)
+        drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
+        for number, sampler in enumerate(self._samplers):
+            if sampler.count_draws:  # only items that are in the batch count
+                own = drawn & (sample.info["source"] == number)
+                samplers = states[number].sampler, after[number].sampler
+                counted = self._within(steps.recount, samplers, (sample, own))
+                after[number] = after[number].replace(sampler=counted)
+        return tuple(after), sample
+
+    def _parts(
+        self, states: States, keys: jax.Array, counts: tuple, needed: tuple, beta: Any
+    ) -> tuple[list[Any], list[Sample]]:
+        """Draws from each buffer; one of which nothing is `needed` may be empty."""
         after, parts = list(states), []
-        for number, (buffer, state) in enumerate(pairs):
-            count, quiet = counts[number], not needed[number]  # a part without items may be empty
+        for number, (buffer, state) in enumerate(self._pairs(states)):
+            count, quiet = counts[number], not needed[number]
             if not count:
                 continue
             draw = buffer._draw if isinstance(buffer, Sharded) else partial(eager.draw, buffer)
@@ -201,24 +221,7 @@ class Mix:
             for name in ("data", "mask", "info"):
                 want, got = (jax.tree.map(one, {name: vars(it)[name]}) for it in (first, other))
                 pytree.check_like(want, got, "Mix", mend + "count.")
-        if shares is None:
-            merge = _interleaved_parts if self.exact else _concatenated
-            return tuple(after), self._within(merge, (), (parts,), merges=True)
-        chosen: Any = shares, keys[-1]
-        if self._shards_of_first is not None:  # each shard has its own shares, and a key
-            num_shards = self._shards
-            each = jnp.broadcast_to(shares // num_shards, (num_shards, shares.size))
-            chosen = each, jax.random.split(keys[-1], num_shards)
-        merge = _interleaved_choice if self.exact else _chosen
-        sample = self._within(merge, chosen, (parts,), merges=True)
-        drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
-        for number, sampler in enumerate(self._samplers):
-            if sampler.count_draws:  # only items that are in the batch count
-                own = drawn & (sample.info["source"] == number)
-                samplers = states[number].sampler, after[number].sampler
-                counted = self._within(steps.recount, samplers, (sample, own))
-                after[number] = after[number].replace(sampler=counted)
-        return tuple(after), sample
+        return after, parts
 
     def update_priority(self, states: States, sample: Sample, priorities: jax.Array) -> States:
         """Sets priorities, each in the buffer that its item is from.

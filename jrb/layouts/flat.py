@@ -131,10 +131,8 @@ def differ(before: Any, after: Any) -> np.ndarray:
     return is_other
 
 
-def to_flat(
-    leaves: Leaves, keys: Keys, num_envs: int | None, cuts: Sequence[int]
-) -> tuple[Leaves, Chain]:
-    """Returns the flat layout of arrays by name, and where trajectories end."""
+def _by_env(leaves: Leaves, num_envs: int | None) -> Leaves:
+    """Returns leaves `[E, T, ...]`, all of one E and T, or raises."""
     if not leaves:
         raise ValueError("expected at least one leaf, got an empty dict.")
     axes, by_env = 1 if num_envs is None else 2, {}
@@ -154,6 +152,15 @@ def to_flat(
                 f"leaf '{name}': expected {shape[1]} rows of time as in '{first}', got "
                 f"{leaf.shape[1]}."
             )
+    return by_env
+
+
+def to_flat(
+    leaves: Leaves, keys: Keys, num_envs: int | None, cuts: Sequence[int]
+) -> tuple[Leaves, Chain]:
+    """Returns the flat layout of arrays by name, and where trajectories end."""
+    by_env = _by_env(leaves, num_envs)
+    shape = next(iter(by_env.values())).shape[:2]
     is_cut = np.zeros(shape, bool)
     for row in cuts:
         if not 0 <= row < shape[1]:
