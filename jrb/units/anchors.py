@@ -139,15 +139,8 @@ def after_write(
     most, counts = min(write.length, ring.rows) * width, queue.count
     room = ring.capacity if is_one else ring.rows
     if not write.bounded:
-        # Any number of rows may leave: first all anchors before the first one that stays.
-        def pass_over(queue: AnchorQueue, size: int) -> AnchorQueue:
-            offset = jnp.arange(size, dtype=jnp.int32)
-            offset = offset[:, None] if queue.head.ndim else offset
-            _, slots = queue.read(ring, offset)
-            stays = (offset >= queue.count) | ~leaves(slots)
-            return queue.without_first(ring, jnp.min(jnp.where(stays, offset, size), axis=0))
-
-        queue = in_passes(pass_over, queue, jnp.max(expired) * width, most, most, room)
+        most_expired = jnp.max(expired) * width
+        queue = _without_leading(ring, queue, leaves, most_expired, most, room)
     passed_over = counts - queue.count
     # Of a bounded write, as many anchors may leave as slots are written, and with `slack` as many
     # more as may stand before an older one.
@@ -185,6 +178,26 @@ def after_write(
         **departures(context, write),
     )
     return _appended(context, queue.without_first(ring, count), write, entered), update
+
+
+def _without_leading(
+    ring: Ring,
+    queue: AnchorQueue,
+    leaves: Callable[[jax.Array], jax.Array],
+    most_expired: jax.Array,
+    size: int,
+    room: int,
+) -> AnchorQueue:
+    """Removes all anchors before the first one that stays, `size` at a time: any number may go."""
+
+    def pass_over(queue: AnchorQueue, size: int) -> AnchorQueue:
+        offset = jnp.arange(size, dtype=jnp.int32)
+        offset = offset[:, None] if queue.head.ndim else offset
+        _, slots = queue.read(ring, offset)
+        stays = (offset >= queue.count) | ~leaves(slots)
+        return queue.without_first(ring, jnp.min(jnp.where(stays, offset, size), axis=0))
+
+    return in_passes(pass_over, queue, most_expired, size, size, room)
 
 
 def _appended(
