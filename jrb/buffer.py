@@ -682,6 +682,7 @@ class ReplayBuffer:
 
     def _to_stored(self, state: BufferState, items: Item, lead: tuple[int, ...], verb: str) -> Item:
         """Returns items as the storage takes them, leaves `[*lead, ...]`, or raises."""
+        # Inverses are of one item: one `vmap` for each axis in front.
         if self.transforms and transforming.inverses(self.transforms):
             checks.lead(items, lead, verb)
             inverse = functools.partial(transforming.inward, self.transforms)
@@ -746,6 +747,7 @@ class ReplayBuffer:
                 f"{type(self.writer).__name__}. Set the anchors alone, or see jrb.types.Writer."
             )
         row_steps: Any = self.unit.row_steps
+        # Rows of a window have the stamp of its anchor, or one lap more or less across the seam.
         slots, laps = self.ring.rows_near(sample.indices, row_steps[-lead[1] :])
         fields = {"indices": slots, "stamp": sample.stamp[:, None] + laps}
         fields["mask"] = sample.mask[:, -lead[1] :]

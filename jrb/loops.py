@@ -103,6 +103,7 @@ def _moves(
     called as it is.
     """
 
+    # Apart from the others: only arguments of their own can be donated.
     def moved(sampler: Any, others: BufferState, *args: Any) -> Any:
         result = method(others.replace(sampler=sampler), *args)
         state, *sample = result if isinstance(result, tuple) else (result,)

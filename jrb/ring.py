@@ -140,6 +140,7 @@ class Ring:
         slots, steps = slots[:, None], steps[None]
         later = steps >= 0
         near = self.slot_after(slots, np.where(later, steps, steps + self.rows) * self.envs)
+        # The ring started over in between if a later row has a smaller slot.
         is_round = jnp.where(later, near < slots, near > slots)
         return near, is_round.astype(jnp.uint32) * np.where(later, 1, 2**32 - 1).astype(np.uint32)
 
@@ -294,6 +295,7 @@ class Occupancy:
 
     def moved(self, ring: Ring, expired: jax.Array, passed: jax.Array) -> "Occupancy":
         """Returns the runs after `expired` rows left and `passed` came, int32 `[S]`."""
+        # Its environment stays: a stream moves on by whole rows.
         row = ring.row_after(ring.row_of(self.first), expired)
         return Occupancy(
             first=row * ring.envs + ring.env_of(self.first),

@@ -147,6 +147,7 @@ def origin_of(buffer: "Buffer") -> str:
     left_out = ("batch_size", "transforms", "storage", "min_size", "cast")
     names = [field.name for field in dataclasses.fields(buffer) if field.name not in left_out]
     values = tuple(getattr(buffer, name) for name in names)
+    # A digest, as the text of a description may have thousands of characters.
     digest = hashlib.blake2b(_value_text(values).encode(), digest_size=6).hexdigest()
     pairs = zip(names, values, strict=True)
     sizes = ", ".join(f"{name}={value}" for name, value in pairs if type(value) is int)

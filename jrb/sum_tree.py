@@ -353,6 +353,7 @@ def neutral(capacity: int, reduction: str, branching: int | None = None) -> Tree
             f"nodes than int32 can number, got {capacity}. Use several buffers."
         )
     shape = Tree(jnp.zeros(0, jnp.float32), capacity, branching, reduction)
+    # A whole last row, so that the gather of a node never reaches over the end.
     padded = -(-capacity // branching) * branching if shape.depth else capacity
     return shape.replace(jnp.full(shape.leaf + padded, _NEUTRAL[reduction], jnp.float32))
 
@@ -434,6 +435,7 @@ def set_leaves(
 def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
     """Sets the leaves `first` (int32 `[]`), `first` + 1, ... to `values`, float32 `[K]`."""
     count, start = values.size, first + tree.leaf
+    # Neighbours are one slice, which takes well under 1 us; a scatter would be a kernel more.
     tree = tree.replace(lax.dynamic_update_slice_in_dim(tree.nodes, values, start, axis=0))
     if count <= _SHORT:
         node = (start + jnp.arange(count, dtype=jnp.int32)).astype(jnp.uint32)
@@ -487,6 +489,7 @@ def _reduce_above(tree: Tree, node: jax.Array) -> Tree:
     def climb(_: jax.Array, carry: tuple, rows_at: Callable) -> tuple:
         nodes, above = carry
         rows = rows_at(nodes, tree.children(above))
+        # Leaves with one parent write it more than once, each time the same sum.
         nodes = gather.put(nodes, above, reduce_rows(tree, rows))
         # Without the zero, the indices of this write would be copied before they are overwritten.
         return nodes, tree.parent(above) + dependencies.zero_after(nodes, jnp.uint32)
@@ -518,6 +521,7 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
     Returns:
         The leaves, int32 `[B]`, and their masses, float32 `[B]`.
     """
+    # The first level too long for a float32 to address: below it, positions are drawn anew.
     fresh = next((level for level in range(tree.depth) if tree.width(level) >= _REDRAW), None)
 
     def step(_: jax.Array, packed: jax.Array, rows_at: Callable) -> jax.Array:
@@ -542,6 +546,7 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
     # Mass and node as one complex64: XLA's CPU compiler computes two results in two passes, in each
     # of which it sums the rows anew; the two halves of one result it computes in one.
     pack = lambda mass, node: lax.complex(mass, lax.bitcast_convert_type(node, jnp.float32))
+    # A node over the top: its children are the top, so that one step serves all levels.
     above = jnp.full(mass.shape, tree.above_top, jnp.uint32)
     packed, rows = gather.loop(
         tree.depth + 1, step, pack(mass, above), tree.nodes, mass.size, tree.branching

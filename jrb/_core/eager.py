@@ -587,6 +587,7 @@ def rewrite(
             warn_of_copies(buffer, state)
         return editing.rewrite(buffer, state, function, batch_size)
     order, count = steps.in_order(buffer.writer, buffer.ring, state.writer)
+    # Oldest first, as inside `jit`.
     slots, compiled, cuts = np.asarray(order)[: int(count)], jax.jit(function), None
     for start in range(0, len(slots), batch_size):
         part = jnp.asarray(slots[start : start + batch_size])

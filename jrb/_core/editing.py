@@ -62,6 +62,7 @@ def edit(
     context, slots = context_of(buffer, state.writer), None
     if where is not None:
         state, slots = _slots_to_edit(buffer, state, where)
+        # Off the CPU a scatter writes in any order: only the last of equal slots is kept.
         slots = buffer.ring.last_of_equals(slots)
     if buffer.storage.shares(context, state.storage, frozenset(values)):
         return _written_anew(buffer, context, state, slots, values)
@@ -77,6 +78,7 @@ def rewrite(
     """Puts a function from B items to `Values` over all that is held."""
     context = context_of(buffer, state.writer)
     ring, held, capacity = context.ring, context.held, buffer.capacity
+    # Over all ranks, held or not: how many are held is not known when this is compiled.
     trips = -(-capacity // batch_size)
 
     def new(number: jax.Array, state: BufferState) -> tuple[jax.Array, Values]:
@@ -233,6 +235,7 @@ def _rebuilt(
     token = dependencies.zero_depending_on((items, cuts))
     # The oldest row may be in the middle of an episode, whose first rows are gone.
     before = unit.episode_step(state.unit, context.held.from_oldest(ring)[0])
+    # Everything is written again into an empty unit, in its own memory.
     blank = unit.reset(ring, state.unit, token)
     if before is not None:
         blank = unit.init_mid_episode(blank, jnp.where(context.held.rows(ring) > 0, before, 0))
@@ -244,6 +247,7 @@ def _rebuilt(
     old = unit.anchors(context, state.unit)
     new = unit.anchors(context_of(buffer, state.writer), after)
     state = state.replace(unit=after)
+    # Where every slot is an anchor, no end makes or breaks one.
     if old.all_held and new.all_held and write.bounded:
         return state  # the same slots as before
     sampler = buffer.sampler.rebuild_index(ring, state.sampler, change.entered, old, new)
@@ -262,6 +266,7 @@ def _written_anew(
     ring = context.ring
     slots = jnp.arange(ring.capacity, dtype=jnp.int32) if slots is None else slots
     safe = jnp.minimum(slots, ring.capacity - 1)
+    # The items that are read come oldest first: a slot is edited at its rank.
     at = jnp.where(slots < ring.capacity, context.held.rank(ring, safe), ring.capacity)
     items = leaves_of(buffer, context, state, None)
     before = jnp.zeros((ring.rows, ring.envs), jnp.bool_)

@@ -385,6 +385,7 @@ def zeros(count: int, spec: Item, keys: Keys, order: RowOrder) -> Any:
         ]
         start = 0
         pairs = zip(numbers, slices, strict=True)
+        # Narrow leaves first: they are next to each other, and one gather reads them all.
         for number, place in sorted(pairs, key=lambda pair: not pair[1].is_narrow):
             entries[number] = place = dataclasses.replace(place, start=start)
             start = place.stop
@@ -442,6 +443,7 @@ def put(state: PartState, write: WritePlan, items: Item) -> tuple[Any, WritePlan
     arrays = {}
     join = lambda parts: jnp.concatenate(list(parts), axis=-1)
     for name, leaves in parts.items():
+        # In the order of their elements, joined they are whole rows of the array.
         leaves.sort(key=lambda pair: pair[0].start)
         # Neighbours of one dtype are cast together: XLA's CPU compiler makes a kernel of each
         # operand where it joins more than eight.
@@ -479,6 +481,7 @@ def get(
         The items, and the values of the lookups.
     """
     slots = [*map(where, _entries(state)[0]), *(it.slots for it in lookups)]
+    # Many leaves are read at one and the same array of slots, which is handed over once.
     unique = {id(each): each for each in slots}
     index = {key: number for number, key in enumerate(unique)}
     arrays, structure = jax.tree.flatten((state, [it.array for it in lookups]))
@@ -492,6 +495,8 @@ def get(
         result = jax.tree.structure((_places(state), extra), is_leaf=is_column)
         return jax.tree.unflatten(result, ordered)
 
+    # How many reads `vmap` makes at once is known only inside; if even one has many rows, it does
+    # not matter.
     _, gathers = _gathers(state, [it.array for it in lookups], slots, 1)
     few = any(is_few for _, is_few, _ in gathers)
     return gather.scaled_by_vmap(few, read, *arrays, *unique.values())

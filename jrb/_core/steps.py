@@ -90,6 +90,7 @@ def write(
         length = jax.tree.leaves(items)[0].shape[0]
         mask = jnp.ones(length, jnp.bool_) if mask is None else mask
         mask = mask & (jnp.cumsum(mask, dtype=jnp.int32) <= room(buffer, state))
+    # Every part gets this one plan, so that they cannot disagree about slots or order.
     writer, plan = buffer.writer.plan(ring, state.writer, items, mask)
     storage, plan = buffer.storage.write(context, state.storage, plan, items)
     if not plan.bounded:
@@ -107,6 +108,7 @@ def write(
         changes, ended, numbers = episode_changes(items, buffer.keys, plan.times[0], state.numbers)
         state = _truncated(buffer, context, state, ended & (context.held.rows(ring) > 0))
         state, cuts = state.replace(numbers=numbers), changes if cuts is None else changes | cuts
+    # From here on, units and transforms also see the ends that no flag tells of.
     plan = dataclasses.replace(plan, cuts=cuts)
     if state.transforms:
         learned = transforming.learned(buffer.transforms, state.transforms, context, items, plan)
@@ -132,6 +134,7 @@ def _indexed(
     """Updates unit and sampler after a write; `context` is from before it, `writer` from after."""
     unit, change = buffer.unit.on_write(context, state.unit, plan, items)
     change = dataclasses.replace(change, incoming=incoming)
+    # What departed is counted in the order before the write, the anchors are those after it.
     anchors = buffer.unit.anchors(context_of(buffer, writer), unit)
     sampler = buffer.sampler.on_write(buffer.ring, state.sampler, change, anchors)
     return state.replace(writer=writer, sampler=sampler, unit=unit)
@@ -148,6 +151,7 @@ def expire(buffer: Buffer, state: BufferState, items: Item, num_rows: jax.Array)
         num_rows: how many.
     """
     ring, context = buffer.ring, context_of(buffer, state.writer)
+    # The plan of a row that is masked: nothing is written, and the rows that leave are put in.
     writer, plan = buffer.writer.plan(ring, state.writer, items, jnp.zeros(1, jnp.bool_))
     plan = dataclasses.replace(plan, expired=num_rows, bounded=False)
     writer = buffer.writer.evict_oldest(ring, writer, num_rows)
@@ -227,6 +231,7 @@ def draw(
     if buffer.min_size is not None:
         enough = context_of(buffer, state.writer).held.size >= buffer.min_size
         sampler, chosen = if_enough(enough, state.sampler, sampler, chosen)
+    # Masked entries are not counted, so the count comes after `min_size` has masked all.
     sampler, chosen = counted(buffer, sampler, chosen)
     return sampler, assemble(buffer, state, chosen, key) if read else chosen
 
@@ -436,6 +441,7 @@ def target_slots(
     # Writes to the state that comes with them wait for what the sample was read from.
     if not isinstance(where, Sample):
         return state, where, jnp.ones(where.shape, jnp.bool_)
+    # A slot that was overwritten, or emptied, since has another generation than the stamp.
     generation = buffer.writer.generation_of(buffer.ring, state.writer, where.indices)
     mask = (generation == where.stamp) & where.mask.reshape(where.mask.shape[0], -1).any(axis=1)
     token = _zero_after_reads(where, mask)
@@ -471,6 +477,8 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Item:
 
 @by_description()
 def empty(buffer: Buffer, state: BufferState) -> BufferState:
+    # A token from the state itself: constants are known before earlier reads, and would be written
+    # before these, into a copy.
     ring, token = buffer.ring, dependencies.zero_depending_on(state.writer)
     return state.replace(
         storage=buffer.storage.reset(ring, state.storage, token),

@@ -147,6 +147,7 @@ def check(buffer: Buffer, state: BufferState, spec: SpecKey | None = None) -> No
     """
     leaves, structure = jax.tree.flatten(state)
     try:
+        # A list in between is quicker than a generator: this is done at every call.
         kinds = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
     except AttributeError:
         odd = next(leaf for leaf in leaves if not pytree.is_array(leaf))
@@ -176,6 +177,7 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
             f"expected a state of this buffer, of {own}, got one of {_size(ring, buffer.ring)}. "
             f"{_MEND} {_RESIZE}"
         )
+    # Common enough to be named: a state that `vmap` should have taken apart.
     for axes in (1, 2, 3):
         if _odd_part(buffer, without_axes(axes), spec) is None:
             raise ValueError(
@@ -214,6 +216,7 @@ def _odd_part(buffer: Buffer, state: BufferState, spec: SpecKey | None) -> str |
     """Returns the name of the first part whose state is not of its own making."""
     try:
         item = buffer.storage.spec(state.storage) if spec is None else spec.spec
+        # From the cache of `jit`: `init` has traced the same call.
         own = compiled_blank.eval_shape(buffer, SpecKey(item))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return "storage"  # anything that parts raise for a state that is not theirs
@@ -330,6 +333,7 @@ def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None
     """Warns once for each description that its states are large; the user is `depth` calls up."""
     if buffer in _warned_of_copies:
         return
+    # A small state is looked at each time; one of another size may follow.
     size = pytree.nbytes(state)
     if size <= _MANY_BYTES:
         return

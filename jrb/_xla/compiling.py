@@ -91,6 +91,7 @@ def admitted(arguments: Any) -> Any:
     arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
     axes = frozenset()
     if in_shard_map():
+        # All of them: a branch or a carry that mixes two would be refused.
         axes = axes.union(*(varying_axes(jax.typeof(array)) for array in arrays))
 
     def admit(leaf: Any) -> Any:

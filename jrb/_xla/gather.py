@@ -46,6 +46,7 @@ def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -
         return False
     size, count, limits = array.dtype.itemsize, slots.size * times, compiling.current_limits()
     whole, nbytes = array.size * size, count * (width * size + _OF_A_ROW)
+    # Many rows far apart wait for memory, which several threads do at once: then they are worth it.
     near = whole < _HUGE or count <= limits.rows
     return near and whole >= _LARGE and 0 < nbytes <= limits.nbytes
 
@@ -139,6 +140,7 @@ def loop(
             carry, room = both
             rooms: list[jax.Array] = []
 
+            # Through the scratch, which is carried on: the gather is part of the write to it.
             def rows_at(array: jax.Array, first: jax.Array) -> jax.Array:
                 rooms.append(hold(room, rows_from(array, first, width)))
                 return from_scratch(rooms[0])
@@ -315,5 +317,6 @@ def put_in_any_order(
         array = put(array, index, jnp.full(index.shape, -1.0, jnp.float32))
         array = put(array, index, position.astype(jnp.float32), lax.scatter_max)
         last = read_at(array, index).astype(jnp.int32)
+    # Every duplicate writes the same value: the order does not matter any more.
     last_values = values.at[last].get(mode="clip")
     return put(array, index, last_values), last_values

@@ -67,6 +67,7 @@ def below(n: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
     bound = jnp.broadcast_to(n.astype(jnp.uint32), high.shape)
     fraction = high * bound
     halves = _halves(bound)
+    # A 64-bit product in 32-bit words: the low word's upper half may carry into the high one.
     carry = (fraction + _mulhi(_halves(low), halves)) < fraction
     return (_mulhi(_halves(high), halves) + carry.astype(jnp.uint32)).astype(jnp.int32)
 
@@ -159,6 +160,7 @@ def permute(seed: jax.Array, n: jax.Array, i: jax.Array) -> jax.Array:
 
     def swap_or_not(turn: jax.Array, x: jax.Array) -> jax.Array:
         other = sums[turn] - x  # modulo 2^32: a negative number is at least 2^31, so above n
+        # Negative modulo 2^32: adding the size brings it back into [0, n).
         other = jnp.where(other >= size, other + size, other)
         swaps = mix(jnp.maximum(x, other) ^ salts[turn]) & np.uint32(1)
         return jnp.where(swaps == 1, other, x)

@@ -150,6 +150,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         departed = change.departed(ring)
         # Not a constant, which would be known before the slots: its writes would wait for nothing.
         none = jnp.minimum(departed.astype(jnp.float32), _NO_ANCHOR)
+        # One scatter for both: those that depart first, as a slot may do both in one call.
         if not change.consecutive:
             return self._set(state, (departed, none), (change.entered, new))
         state = self._set(state, (departed, none))
@@ -268,9 +269,11 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         count for `highest`, also those that another one in the batch replaces.
         """
         index = slots.astype(jnp.uint32)
+        # Neither a slot without an anchor nor one that was dropped comes back by a late update.
         is_anchor = ok & (index < ring.capacity) & (gather.read_at(state.raw, index) >= 0)
         good = _is_priority(priorities)
         index = jnp.where(is_anchor & good, index, np.uint32(ring.capacity))
+        # `last` has the value that won at each duplicate: the tree is set in any order.
         raw, last = gather.put_last(state.raw, index, priorities)
         greatest = jnp.max(jnp.where(index < ring.capacity, priorities, 0.0), initial=0.0)
         state = state.replace(
@@ -329,6 +332,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         priorities, waiting = old.raw[slots], state.waiting
         if waiting is not None and old.waiting is not None:
             waiting = waiting.at[new_slots].set(old.waiting[slots])
+        # Alpha first, as `assign` computes masses with it.
         state = state.replace(alpha=old.alpha, refused=old.refused, waiting=waiting)
         state = self.assign(state, new_slots, priorities, old.highest)
         is_dropped = priorities == DROPPED
@@ -344,6 +348,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
         fresh = state.highest if self.new_priority == "max" else self._fixed_priority()
         if waiting is not None:
+            # A row that becomes an anchor by the edit brings the priority that came with it.
             fresh = jnp.where(waiting == _NO_ANCHOR, fresh, waiting)
             waiting = jnp.where(is_anchor, none, waiting)
         raw = jnp.where(is_anchor, jnp.where(state.raw == _NO_ANCHOR, fresh, state.raw), none)
@@ -442,6 +447,7 @@ def _with_alpha(
         trip: jax.Array, carry: tuple[PrioritizedState, jax.Array]
     ) -> tuple[PrioritizedState, jax.Array]:
         state, token = carry
+        # The last run begins earlier and computes some masses twice, to the same numbers.
         first = jnp.minimum(trip * size, capacity - size)
         raw = dependencies.materialize(lambda: lax.dynamic_slice_in_dim(state.raw, first, size))
         state = sampler._put(state, raw, lambda tree, leaf: sum_tree.set_run(tree, first, leaf))

@@ -150,6 +150,7 @@ def draw(
     if own is not None:  # else the sampler has no weights, as each shard uses up its own anchors
         every = shards.all_gather(own)
         own_sampler: Any = part.sampler  # a ShardedSampler, as it has stats
+        # Five numbers a shard, in one message, make each draw a part of one from all shards.
         draws = weighted(own_sampler, draws, own, every, beta, shards)
         sync = lambda state, _: own_sampler.sync_shards(state, every)
         samplers = jax.vmap(sync)(samplers, shards.numbers)  # its state may have no arrays
@@ -192,6 +193,7 @@ def weighted(
         beta: of the importance weights; None for the sampler's.
         shards: how to communicate.
     """
+    # Computed alike in every shard and on any number of devices: sums by pairs, one inverse.
     power, num_shards = sampler.exponent(beta), len(every.mass)
     # While no anchor has mass, all that may be drawn are alike.
     has_mass = jnp.max(every.mass) > 0

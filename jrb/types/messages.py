@@ -369,6 +369,7 @@ def plan_rows(
         passed, starts = jnp.ones(1, jnp.int32), clock.cursor[None] * ring.envs
     else:
         passed = jnp.cumsum(written, axis=0, dtype=jnp.int32)
+        # Of more rows than the ring has, the last ones: no slot stands twice in a plan.
         kept = written & (passed > passed[-1] - ring.rows)
         starts = ring.row_after(clock.cursor, passed - 1) * ring.envs
         starts = jnp.where(kept, starts, ring.capacity)
@@ -424,6 +425,7 @@ def every_slot(context: Context, write: WritePlan) -> AnchorUpdate:
     if held.streams == 1:
         count = expired[0] * ring.envs
         overwritten = jnp.maximum(held.rows(ring) + passed - ring.rows, 0)[0]
+        # A storage may give up rows before their slots are needed (`WritePlan.bounded`).
         early = expired[0] > overwritten  # ranks then move, though no slot is written
         return AnchorUpdate(
             entered=entered,

@@ -211,6 +211,7 @@ def _appended(
     entered = entered.reshape(entered.shape[0], -1)  # a column, in one shape for all kernels
     joins = entered < ring.capacity
     offset = queue.count + jnp.cumsum(joins, axis=0, dtype=jnp.int32) - 1
+    # The running count of those that join gives each a position; padding goes nowhere.
     at = jnp.where(joins, queue.positions(ring, offset), ring.capacity)
     added = jnp.sum(joins, axis=0, dtype=jnp.int32).reshape(queue.count.shape)
     return queue.replace(slots=gather.put(queue.slots, at, entered), count=queue.count + added)

@@ -71,6 +71,7 @@ def steps_ahead(
     step = jnp.arange(most - 1, dtype=jnp.int32)
     at = ring.slot_after(slots[:, None], jnp.minimum(step, ring.rows - 1) * ring.envs)
     is_last = gather.read(ended, at)
+    # Flags beyond the newest row are of rows that were overwritten: `newest` cuts them off.
     first = jnp.min(jnp.where(is_last, step, most - 1), axis=1, initial=most - 1)
     return jnp.maximum(jnp.minimum(first, newest) + 1, 1)
 
@@ -169,6 +170,7 @@ def after_write(
     begins = written & (size == enough)
     number = jnp.cumsum(begins, axis=0, dtype=jnp.int32)
     room, env = table.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
+    # Rows before the first that begins an episode in this call belong to the running one.
     position = (table.head + table.count - 1 + number) % room
     time = table.now + passed.astype(jnp.uint32) - 1
 
@@ -268,6 +270,7 @@ def _without_lost(
         offset = jnp.arange(most, dtype=jnp.int32)[:, None]
         edge = table.first if whole else table.last
         edge = dependencies.materialize(lambda: edge[(table.head + offset) % room, env])
+        # `last` of the running episode is not set: it stays whatever that says.
         runs = (offset == table.count - 1) & (table.length >= enough)
         age = table.now - 1 - edge
         is_lost = (offset < table.count) & ~runs & (age + enough > rows_held.astype(jnp.uint32))
@@ -296,6 +299,7 @@ def anchors(context: Context, table: EpisodeTable, enough: int, whole: bool = Fa
         age, num_rows = extent(context, table, env, at, enough)
         starts = jnp.ones_like(age) if whole else jnp.maximum(num_rows - (enough - 1), 1)
         words = random_bits.words(random_bits.fold(key, _STARTS), ranks.size)
+        # From the newest row back: over its first row by a random number of the starts.
         back = age + num_rows - 1 - random_bits.below(starts, *words)
         slots = ring.slot_before(newest[env], back * ring.envs)
         return jnp.where(ranks < total, slots, newest[0]), 1 / starts.astype(jnp.float32)

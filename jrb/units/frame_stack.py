@@ -190,6 +190,7 @@ class FrameStack(WrappingUnit):
         later = write.after(anchor_queue.waited(state.queue))  # `back` was read for it
         back = put_rows(state.back, later, (length - 1).astype(state.back.dtype))
         state = state.replace(back=back, length=running, unit=inner)
+        # An anchor of the inner unit enters if its stack is still held when the write is done.
         entered = _with_whole_stack(context, write, change.entered, state)
         queue, own = anchor_queue.after_write(
             context, state.queue, write, entered, self.max_entry_delay, state.rows_before
@@ -200,6 +201,7 @@ class FrameStack(WrappingUnit):
         safe = jnp.minimum(slots, ring.capacity - 1)
         is_cut = dependencies.materialize(lambda: state.rows_before(safe)) > row
         cut = jnp.where(is_cut, slots, ring.capacity).reshape(-1)
+        # The next write to the queue waits for the read of `back`, of which `cut` was made.
         queue = dependencies.delay_writes_until(queue, jnp.minimum(jnp.min(cut, initial=0), 0))
         removed = cut if change.removed is None else jnp.concatenate([change.removed, cut])
         own = dataclasses.replace(
@@ -279,6 +281,8 @@ class FrameStack(WrappingUnit):
             inner.where(path_name(path)) for path in (keys.observation, keys.next_observation)
         )
         frames, is_whole, real = self._stack(context, state, at)
+        # One array for both, as of single rows: the frames of a next observation are those of the
+        # observation, moved on by one. Else, as of n-step returns, they are read too.
         if at is not at_next:
             more, _, more_real = self._stack(context, state, at_next)
             frames = jnp.concatenate([frames, more[..., 1:]], axis=-1)

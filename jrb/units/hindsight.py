@@ -197,6 +197,7 @@ class Hindsight(WrappingUnit):
             wide[id(where)] = where if where.ndim > 1 else where[:, None]
         chosen = self._goal_rows(context, state, wide[id(at[1])][:, -1], words)
         chosen = jnp.where(mask, chosen, slots)[:, None]
+        # One gather for all rows of what was achieved; `reduce` cuts them apart by these spans.
         every = jnp.concatenate([*wide.values(), chosen], axis=1)
         stops = np.cumsum([rows.shape[1] for rows in wide.values()])
         spans = {
@@ -216,6 +217,7 @@ class Hindsight(WrappingUnit):
         The number is rounded at random, so that the share is right on average for any B: of one
         item, or of the few that each of many shards draws.
         """
+        # In parts of 2^-20, as a product of floats may miss a whole number by one.
         count, fraction = divmod(round(self.ratio * size * 2**20), 2**20)
         seed = random_bits.seed(random_bits.fold(key, _WHICH))
         order = random_bits.permute(seed, jnp.int32(size), jnp.arange(size, dtype=jnp.int32))
@@ -281,6 +283,7 @@ class Hindsight(WrappingUnit):
                 if name in flags:
                     old = flags[name]
                     new[name] = chosen(flag.reshape(old.shape).astype(old.dtype), old)
+        # The tree is visited in the order in which the leaves of each path were computed.
         remaining = {name: iter(leaves) for name, leaves in new.items()}
 
         def visit(path: tuple, leaf: jax.Array) -> jax.Array:

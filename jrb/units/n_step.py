@@ -204,6 +204,7 @@ class NStep(Unit):
         # Behind its last row a return repeats that one, which `reduce` leaves out.
         step = jnp.minimum(jnp.arange(self.n, dtype=jnp.int32), steps[:, None] - 1)
         window = ring.slot_after(slots[:, None], step * ring.envs)
+        # As it repeats, its last column is the last real row.
         last = window[:, -1]
 
         def where(name: str) -> jax.Array:
@@ -214,6 +215,8 @@ class NStep(Unit):
         info = {"steps": jnp.where(mask, steps, 0)}
         if isinstance(self.discount, int | float):
             powers = [self.discount**m for m in range(self.n + 1)]
+            # From a table in Python floats: a power in float32 is off by some units in the last
+            # place.
             powers = jnp.asarray(powers, jnp.float32)[steps]
             info["discount"] = jnp.where(mask, powers, 0.0)
         return ReadPlan(where=where, mask=mask, info=info)

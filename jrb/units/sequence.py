@@ -247,12 +247,14 @@ class Sequence(Unit):
         if state.phase is not None:
             _, passed = write.times
             to_next = -(state.phase + passed - 1) % self.stride  # rows until it is complete
+            # Equal to the phase modulo the stride, and 0 or less at first rows only.
             steps = jnp.where(length == 1, 0, self.stride) - to_next
             state = state.replace(phase=(state.phase + passed[-1]) % self.stride)
         ended = put_rows(state.ended, write, done)
         if self.stride > 1:  # the counts stay below 2^31, and the same modulo the stride
             surplus = _UNKNOWN // self.stride * self.stride
             running = jnp.where(running >= _MANY, running - surplus, running)
+        # Two small writes in turn: both at once would wake a thread (see `WritePlan.in_line`).
         later = write.in_line(ended)
         before = put_rows(state.before, later, steps.astype(state.before.dtype))
         state = state.replace(ended=ended, before=before, length=running)
