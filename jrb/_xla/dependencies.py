@@ -22,6 +22,8 @@ from jrb._xla import compiling
 
 T = TypeVar("T")
 
+_SMALL = 1 << 18  # bytes of a constant, which is part of the program
+
 
 def materialize(compute: Callable[[], T], then: Callable[[T], Any] | None = None) -> Any:
     """Returns `compute()`, evaluated exactly once and never fused into its consumers.
@@ -45,7 +47,7 @@ def evaluate_once(compute: Callable[[], T]) -> T:
         return out
 
     def never() -> Any:  # traced after the other branch, which need not be traced twice then
-        return jax.tree.map(_zeros, types[0] if types else jax.eval_shape(compute))
+        return jax.tree.map(_never_seen, types[0] if types else jax.eval_shape(compute))
 
     # A constant condition, so that `vmap` leaves a conditional. XLA's CPU compiler cannot know that
     # it is always true; elsewhere it does, and the conditional, which waits for the host, goes.
@@ -57,12 +59,24 @@ def _always() -> jax.Array:
     return opaque(1) == 1
 
 
-def _zeros(like: Any) -> Any:
-    """Returns zeros of a type; those of keys do not vary over a mesh by themselves."""
+def _never_seen(like: Any) -> Any:
+    """Returns an array of a type that takes the least time to compile."""
+    is_key, in_shard_map = jnp.issubdtype(like.dtype, jax.dtypes.prng_key), compiling.in_shard_map()
+    is_small = 1 < like.size and like.size * like.dtype.itemsize <= _SMALL
+    if is_small and not is_key and not in_shard_map:
+        return _zeros_and_one(like.shape, like.dtype)
     zeros = jnp.zeros_like(like)
-    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key) or not compiling.in_shard_map():
-        return zeros
-    return compiling.vary(zeros, compiling.varying_axes(like))
+    # Keys, unlike others, do not vary over a mesh by themselves.
+    return compiling.vary(zeros, compiling.varying_axes(like)) if is_key and in_shard_map else zeros
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)  # traced once
+def _zeros_and_one(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    # XLA compiles a kernel that fills an array with zeros, some 3 ms each, and none for a constant
+    # whose elements differ. It makes this one while it compiles; one of NumPy would be made outside
+    # the branch, and copied at each step.
+    one = lax.broadcast(np.ones((), dtype), (1,) * len(shape))
+    return lax.pad(one, np.zeros((), dtype), [(size - 1, 0, 0) for size in shape])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)  # traced once

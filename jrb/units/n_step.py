@@ -215,10 +215,15 @@ class NStep(Unit):
         info = {"steps": jnp.where(mask, steps, 0)}
         if isinstance(self.discount, int | float):
             powers = [self.discount**m for m in range(self.n + 1)]
-            # From a table in Python floats: a power in float32 is off by some units in the last
-            # place.
-            powers = jnp.asarray(powers, jnp.float32)[steps]
-            info["discount"] = jnp.where(mask, powers, 0.0)
+            # Chosen among powers of Python, as one in float32 is off by some units in the last
+            # place; one by one where they are few, as a gather would be a kernel more.
+            if self.n <= _UNROLLED:
+                power = jnp.full(steps.shape, powers[0], jnp.float32)
+                for number, each in enumerate(powers[1:], 1):
+                    power = jnp.where(steps >= number, jnp.float32(each), power)
+            else:
+                power = jnp.asarray(powers, jnp.float32)[steps]
+            info["discount"] = jnp.where(mask, power, 0.0)
         return ReadPlan(where=where, mask=mask, info=info)
 
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
