@@ -62,7 +62,7 @@ def _always() -> jax.Array:
 def _never_seen(like: Any) -> Any:
     """Returns an array of a type that takes the least time to compile."""
     is_key, in_shard_map = jnp.issubdtype(like.dtype, jax.dtypes.prng_key), compiling.in_shard_map()
-    is_small = 1 < like.size and like.size * like.dtype.itemsize <= _SMALL
+    is_small = like.size > 1 and like.size * like.dtype.itemsize <= _SMALL
     if is_small and not is_key and not in_shard_map:
         return _zeros_and_one(like.shape, like.dtype)
     zeros = jnp.zeros_like(like)
