@@ -140,17 +140,13 @@ def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
 def placed(array: np.ndarray, device: Device = None) -> jax.Array:
     """Makes an array of the device from an aligned one of the host that has no other user."""
     if array.nbytes <= PIECE or _goes_to_cpu(device):
-        result = _taken_over(array)
+        is_copied = _SMALL < array.nbytes <= PIECE  # for which a program is compiled
+        result = jnp.array(array, copy=True) if is_copied else jax.device_put(array)
     else:
         whole = view(array)
         starts = range(0, len(whole), PIECE)
         result = _filled(array, ((start, whole[start : start + PIECE]) for start in starts))
     return result if device is None else jax.device_put(result, device)
-
-
-def _taken_over(array: np.ndarray) -> jax.Array:
-    is_copied = _SMALL < array.nbytes <= PIECE  # for which a program is compiled
-    return jnp.array(array, copy=True) if is_copied else jax.device_put(array)
 
 
 def _goes_to_cpu(device: Device) -> bool:

@@ -100,7 +100,11 @@ def combine(trajectories: Iterable[Any], keys: Keys = TED) -> dict[str, Any]:
     environments = None
     if _ENVIRONMENT in parts[0]:
         environments = np.asarray([int(part.pop(_ENVIRONMENT)) for part in parts])
-    leaves = {name: _join([part[name] for part in parts]) for name in parts[0]}
+    leaves = {}
+    for name in parts[0]:
+        rows = [part[name] for part in parts]
+        join = jnp.concatenate if isinstance(rows[0], jax.Array) else np.concatenate
+        leaves[name] = join(rows)
     return nest(from_flat(leaves, _ends(lengths, environments), keys))
 
 
@@ -138,10 +142,6 @@ def _ends(lengths: np.ndarray, environments: Any) -> np.ndarray:
             f"{rows.astype(int).tolist()} rows."
         )
     return ends.reshape(count, -1)
-
-
-def _join(parts: list[Any]) -> Any:
-    return (jnp if isinstance(parts[0], jax.Array) else np).concatenate(parts)
 
 
 def _check_free(leaves: Leaves, names: tuple[str, ...]) -> None:
