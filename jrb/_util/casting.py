@@ -39,7 +39,11 @@ def arrays(items: PyTree, what: str) -> Any:
 
 def _is_plain(leaf: Leaf) -> bool:
     """Returns if a leaf may stay as it is; quick, as it is asked at every call."""
-    return isinstance(leaf, jax.Array) or (type(leaf) is np.ndarray and leaf.dtype.isnative)
+    if type(leaf) is np.ndarray:
+        return leaf.dtype.isnative
+    # NumPy's scalars, but for those that are numbers of Python too, of which lists are refused.
+    is_scalar = isinstance(leaf, _SCALARS) and leaf.dtype in _TAKEN
+    return is_scalar or isinstance(leaf, jax.Array)
 
 
 def _as_array(where: str, leaf: Leaf) -> Any:
