@@ -333,9 +333,21 @@ def check_options(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def check_edited(buffer: ReplayBuffer, example: Item) -> None:
-    """Checks that anchors keep their priorities if `set` changes ends of episodes."""
+    """Checks that `set` changes what it names, and that anchors keep their priorities then."""
     state = _filled(buffer, example)
     names = editing.flags(buffer, state)
+    if not buffer.transforms:
+        slots = buffer.in_order(state)[0]
+        some, others = slots[:: 2 * buffer.ring.envs], slots[1 :: 2 * buffer.ring.envs]
+        kept, new = buffer.take(state, some), rows(example, jnp.float32(7), len(some))
+        items = jax.tree_util.tree_map_with_path(
+            lambda path, old, leaf: old if pytree.leaf_name(path) in names else leaf, kept, new
+        )
+        with contextlib.suppress(MissingMethodError):
+            after = buffer.set(state, some, items)
+            _agree(buffer.take(after, some), items, "set changes what it names")
+            unnamed = buffer.take(state, others)
+            _agree(buffer.take(after, others), unnamed, "set changes what it names alone")
     if not names:
         return
     slots = buffer.in_order(state)[0][: 2 * buffer.ring.envs]

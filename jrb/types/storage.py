@@ -94,7 +94,8 @@ class Storage(abc.ABC):
     def slotted(self, state: PartState) -> Item:
         """Returns arrays `[N or more, ...]` whose row s changes only when slot s is written, s < N.
 
-        A checkpoint looks only there for what is new; it writes all others each time.
+        A checkpoint looks only there for what is new; it writes all others each time. By default
+        that is all of them.
         """
         return ()
 

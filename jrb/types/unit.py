@@ -27,6 +27,10 @@ from jrb.types.writer import Writer
 class Unit(abc.ABC):
     """Decides what one anchor stands for. A template is `examples/parts/previous_action.py`.
 
+    A unit has to write `max_entry_delay`, `lookback`, `init`, `on_write`, `anchors`, `plan_read`,
+    `reduce`, `truncate` and `is_episode_end`; the rest has defaults. `jrb.ReplayBuffer.set` of the
+    flags that end episodes makes the unit's state anew by `init` and `on_write`.
+
     Attributes:
         one_row: True if items are drawn as they are stored, all leaves at the anchor.
     """
@@ -44,7 +48,10 @@ class Unit(abc.ABC):
 
     @property
     def has_delayed_anchors(self) -> bool:
-        """True if rows may become anchors later than they are written."""
+        """True if rows may become anchors later than they are written.
+
+        The default is safe; False saves a sampler with priorities an array `[N]`.
+        """
         return True
 
     @property
@@ -110,7 +117,7 @@ class Unit(abc.ABC):
                 `Sample.info` by an `AuxRead`.
             slots: int32 `[B]`, the anchors.
             mask: bool `[B]`, False where nothing was drawn.
-            key: the draw's key, for `random_bits.fold` with a number of its own.
+            key: the draw's key; `jax.random.fold_in` makes one of the unit's own from it.
         """
 
     @abc.abstractmethod

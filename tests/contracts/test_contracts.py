@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jrb
+from examples.parts.bit_storage import BitStorage
 from examples.parts.previous_action import PreviousAction
 from examples.parts.rank_based import RankBased
 from jrb import testing
@@ -256,6 +257,12 @@ def _stats_of_counts(self, ring, state, anchors):
     return jrb.types.ShardStats.uniform(anchors)
 
 
+def _edit_all(self, context, state, slots, values):
+    """Edits every slot, to the value of the first."""
+    every = {name: jnp.repeat(leaf[:1], 64, axis=0) for name, leaf in values.items()}
+    return BitStorage().edit(context, state, None, every)
+
+
 WRONG = {
     "refilled": [
         (
@@ -289,7 +296,15 @@ WRONG = {
                 "sampler": broken(rebuild_index=_reset_priorities),
             },
             "set of done flags keeps the priorities",
-        )
+        ),
+        (
+            {"storage": broken(BitStorage, edit=lambda self, context, state, *edits: state)},
+            "set changes what it names",
+        ),
+        (
+            {"storage": broken(BitStorage, edit=_edit_all)},
+            "set changes what it names alone",
+        ),
     ],
     "sharded": [
         (
