@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -142,6 +143,13 @@ def test_the_package_does_not_grow():
     assert len(modules()) <= FILES
     assert longest_chain() <= CHAIN
     assert len(helpers()) <= HELPERS
+
+
+def test_few_tests_import_private_modules():
+    """What must reach below public names does so through `tests/seams.py`, where it can."""
+    tests = (ROOT.parent / "tests").rglob("*.py")
+    reach = [path.name for path in tests if re.search(r"^from jrb\._", path.read_text(), re.M)]
+    assert len(reach) <= 12, sorted(reach)
 
 
 def test_all_public_names_exist_and_are_documented():
