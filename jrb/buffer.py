@@ -689,7 +689,7 @@ class ReplayBuffer:
             for _ in lead:
                 inverse = jax.vmap(inverse)
             items = inverse(casting.copy_arrays(items))
-        spec, envs = self.stored(state), self.num_envs
+        spec, envs = self.stored(state), self.num_envs  # which checks the state
         mend = f"Give {_LAYOUT[verb, envs is None]}."
         pairs = zip(jax.tree.leaves(spec), jax.tree.leaves(items), strict=False)
         if envs is not None and all(

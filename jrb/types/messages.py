@@ -64,8 +64,8 @@ class WritePlan:
         passed: int32 `[T]` or `[T, E]`, the running sum of `written`.
         expired: int32 `[]` or `[E]`, how many of the oldest rows leave, of those held before and
             those written.
-        consecutive: True if nothing is dropped and all slots follow one another, so that a storage
-            can write a slice.
+        consecutive: True only if a single row of time is written, T = 1, without a mask: its slots
+            follow one another, and a storage writes a slice.
         bounded: True if no more rows leave than are written.
         cuts: bool `[T, E]`, the items after which an episode ends whatever their flags say; None
             for none.
@@ -79,6 +79,13 @@ class WritePlan:
     consecutive: bool
     bounded: bool = True
     cuts: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.consecutive and self.slots.shape[0] != 1:
+            raise ValueError(
+                f"WritePlan: consecutive: expected a single row of time, T = 1, got slots of shape "
+                f"{self.slots.shape}. Leave it False."
+            )
 
     @property
     def length(self) -> int:

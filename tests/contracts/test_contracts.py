@@ -383,3 +383,11 @@ def test_methods_that_would_not_be_called_are_refused(name):
     with pytest.raises(TypeError, match=rf"Mine\.{name}: expected a class below .*OrderedSampler"):
         type("Mine", (jrb.types.Sampler,), {name: lambda self, *_: None})
     assert type("Mine", (jrb.types.OrderedSampler,), {name: lambda self, *_: None})
+
+
+def test_a_slice_is_planned_for_a_single_row_only():
+    """A storage would write the first row, and lose the others."""
+    plan = {"expired": jnp.int32(0), "written": jnp.ones(2, bool), "passed": jnp.arange(1, 3)}
+    slots = jnp.arange(2)
+    with pytest.raises(ValueError, match="expected a single row of time"):
+        jrb.types.WritePlan(starts=slots, slots=slots[:, None], consecutive=True, **plan)
