@@ -407,13 +407,9 @@ def check_sharded(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def _expect_as_single(sampler: Any, slots: np.ndarray, batch: Sample, other: Sample) -> None:
-    """Raises unless a batch from shards, of beta 1, is drawn as one from a single buffer.
+    """Raises unless a batch from shards, of beta 1, is drawn as `other` from a single buffer.
 
-    Args:
-        sampler: that of the single buffer.
-        slots: int `[B]`, of the batch, in the single buffer.
-        batch: drawn from shards.
-        other: drawn from the single buffer.
+    `slots`, int `[B]`, are those of the batch in the single buffer.
     """
     drawn = np.asarray(batch.probabilities) > 0
     shard, slots = np.asarray(batch.info["shard"])[drawn], slots[drawn]

@@ -175,13 +175,8 @@ def _put(
 ) -> Any:
     """Writes items to a storage on the host; returns None if some arguments are traced.
 
-    Args:
-        buffer: the description.
-        state: a state.
-        arrays: the items as jitted parts know them.
-        items: as the storage takes them.
-        others: further arguments of `steps.write`.
-        donate: True if arrays of the state may be written in place.
+    `arrays` are the items as jitted parts know them, `items` as the storage takes them, `others`
+    further arguments of `steps.write`; with `donate`, arrays of the state are written in place.
     """
     storage, inner, half = buffer.storage, for_device(buffer), on_device(buffer, state)
     # In place, the slots are planned first, and the arrays written last of all: where the items

@@ -221,15 +221,10 @@ def _rebuilt(
     cuts: jax.Array,
     write: WritePlan,
 ) -> BufferState:
-    """Rebuilds unit and sampler from all rows.
+    """Rebuilds unit and sampler from all rows; `context` is from before the edit.
 
-    Args:
-        buffer: the description.
-        context: of the buffer before the edit.
-        state: with the edited items.
-        items: at least their flags, leaves `[R, E, ...]`, oldest row first.
-        cuts: bool `[R, E]`, after which of them time does not go on, whatever their flags say.
-        write: `_all_rows`, perhaps without some of the oldest.
+    `items` has at least the flags, leaves `[R, E, ...]`, oldest row first; `cuts`, bool `[R, E]`,
+    says after which rows time does not go on; `write` is `_all_rows`, perhaps without the oldest.
     """
     ring, unit = context.ring, buffer.unit
     token = dependencies.zero_depending_on((items, cuts))

@@ -397,10 +397,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def _set(self, state: PrioritizedState, *sets: tuple[jax.Array, jax.Array]) -> PrioritizedState:
         """Sets priorities at slots, one set after the other.
 
-        Args:
-            state: the sampler's state.
-            sets: slots, int32 `[K]`, N for padding; and priorities, float32 `[K]`, equal where the
-                slots of a set are.
+        Each is slots, int32 `[K]`, N for padding, and priorities, equal where its slots are.
         """
         sets = tuple(one for one in sets if one[0].size)
         if not sets:

@@ -468,12 +468,8 @@ class Sharded:
     ) -> Any:
         """Calls a method of the buffer in each shard.
 
-        Args:
-            name: of the method.
-            state: arrays `[S, ...]`.
-            pairs: its arguments, and where each is cut.
-            options: arguments that are no arrays.
-            splits: True if arguments are of all shards; else they have an axis of shards.
+        `pairs` are its arguments and where each is cut, `options` arguments that are no arrays;
+        unless it `splits`, arguments have an axis of shards already.
         """
         self._check_state(state)
         method, returns_items = _METHODS[name], True
