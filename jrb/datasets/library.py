@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from jrb.datasets.formats import OURS
 from jrb.datasets.formats.arrays import check_whole
 
 _DEPTH = 3  # folders, as Minari has them
+_MINARI_ID = re.compile(r"([-\w]+/)*[-\w]+-v\d+")
 
 
 class UnknownFormatError(ValueError):
@@ -33,9 +35,10 @@ def open(
     """Opens a dataset, whatever library wrote it; reads no more than it needs to describe it.
 
     Args:
-        source: the path of a file, or of a folder. For RLDS episodes: a sequence of them, anything
-            else that can be gone through again and again, a function that returns an iterator, or
-            an iterator, which is taken into memory.
+        source: the path of a file, or of a folder; or the id of a Minari dataset on this machine,
+            such as "D4RL/door/human-v2", if there is nothing at that path. For RLDS episodes: a
+            sequence of them, anything else that can be gone through again and again, a function
+            that returns an iterator, or an iterator, which is taken into memory.
         format: the name of a format, or one of your own (`jrb.datasets.Format`); None to recognise
             it by the contents of the files.
         final: what happens to a last step whose next observation is in no file, of an episode that
@@ -53,9 +56,9 @@ def open(
     """
     checks.choice("final", final, ("keep", "drop"))
     if isinstance(source, str | os.PathLike):
-        source = os.fspath(source) and absolute_path(source, "source")
+        name, source = os.fspath(source), os.fspath(source) and absolute_path(source, "source")
         if not os.path.exists(source):
-            raise FileNotFoundError(f"{source}: no such file or directory.")
+            source = _minari_set(name, source)
         if not (os.path.isfile(source) or os.path.isdir(source)):
             raise UnknownFormatError(
                 f"{source}: expected a file or a folder, got a pipe, a socket or a device."
@@ -70,6 +73,24 @@ def open(
     chosen = (dataclasses.replace(chosen, **options) if options else chosen).snapshot(source)
     description = chosen.describe(source)
     return Dataset(source, chosen, description, np.arange(len(description.lengths)), final)
+
+
+def _minari_set(name: Any, path: Any) -> str:
+    """Returns the folder of a local Minari dataset by its id, where nothing is at a path.
+
+    Raises:
+        FileNotFoundError: it is no id, or none of a dataset on this machine.
+    """
+    if not isinstance(name, str) or not _MINARI_ID.fullmatch(name):
+        raise FileNotFoundError(f"{path}: no such file or directory.")
+    root = os.environ.get("MINARI_DATASETS_PATH") or os.path.expanduser("~/.minari/datasets")
+    found = os.path.join(os.path.abspath(root), name)
+    if not os.path.isdir(found):
+        raise FileNotFoundError(
+            f"{path}: no such file or directory, nor a Minari dataset at {found}. "
+            f"`minari download {name}` fetches it, or set MINARI_DATASETS_PATH."
+        )
+    return found
 
 
 def formats() -> dict[str, Format]:

@@ -48,6 +48,28 @@ def test_nothing_at_the_path(tmp_path):
         jrb.datasets.open(tmp_path / "link")
 
 
+def test_a_minari_set_of_this_machine_by_its_id(tmp_path, monkeypatch):
+    sets = tmp_path / "datasets"
+    shutil.copytree("tests/data/minari/cartpole-v0", sets / "mine" / "cartpole-v0")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(sets))
+    monkeypatch.chdir(tmp_path)
+    assert len(jrb.datasets.open("mine/cartpole-v0")) == 20
+    with pytest.raises(FileNotFoundError, match="minari download mine/other-v1"):
+        jrb.datasets.open("mine/other-v1")
+    for name in ("mine/cartpole", "../datasets/mine/cartpole-v0/../cartpole-v0x", "mine//x-v0"):
+        with pytest.raises(FileNotFoundError, match=r"no such file or directory\.$"):
+            jrb.datasets.open(name)
+    (tmp_path / "mine").mkdir()  # a path comes before an id
+    shutil.copytree(sets / "mine" / "cartpole-v0", tmp_path / "mine" / "cartpole-v0")
+    assert jrb.datasets.open("mine/cartpole-v0").source == str(tmp_path / "mine" / "cartpole-v0")
+    monkeypatch.delenv("MINARI_DATASETS_PATH")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".minari").mkdir()
+    sets.rename(tmp_path / ".minari" / "datasets")
+    shutil.rmtree(tmp_path / "mine")
+    assert len(jrb.datasets.open("mine/cartpole-v0")) == 20
+
+
 def test_paths_of_every_form(tmp_path, monkeypatch):
     d4rl(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
