@@ -93,7 +93,8 @@ class Sequence(Unit):
         stride: only the rows 0, stride, 2 * stride, ... are anchors, counted from the first row of
             the episode; with `cross_episodes` from the first row of the environment, across ends of
             episodes; or from the first row known where a buffer was filled with less. With stride
-            < L windows overlap by L - stride rows.
+            < L windows overlap by L - stride rows. In a ring of fewer than L + stride - 1 rows all
+            windows that are held are drawn, as there would be none at times.
         cross_episodes: if True, windows run on into the next episode of the environment: a row is
             an anchor once L rows follow it in time. Items need no done flag then; without one
             `is_first` shows where `truncate` was called.
@@ -276,7 +277,8 @@ class Sequence(Unit):
         """Returns the anchors that each row completes, int32 `[T * E]`; N where it does not."""
         back = self._enough - 1
         enters = jnp.ones_like(length, jnp.bool_) if self.cross_episodes else length > back
-        if self.stride > 1:
+        # In a ring with room for fewer windows than that, there would be none at times.
+        if context.ring.rows >= self._enough + self.stride - 1:
             enters = enters & ((steps - back) % self.stride == 0)
         if self._is_padded:
             return jnp.where(enters, write.slots, context.ring.capacity).reshape(-1)

@@ -190,7 +190,8 @@ def n_step(n, discount, strict):
 def sequence(length, burn_in, short, period=1, across=False):
     def expected(model, entry, begins):
         start = 0 if across else begins[entry["env"], entry["episode"]]
-        if period > 1 and (entry["time"] - start) % period:
+        has_room = model.rows >= (length if short == "drop" else 1) + period - 1
+        if has_room and (entry["time"] - start) % period:
             return None
         of_env = model.held[entry["env"]]
         place = of_env.index(entry)

@@ -51,6 +51,20 @@ def test_sequence(length, burn_in, short, period, across, more, data):
     check(unit, expected, [(length + burn_in + more, 1 + more), (12, 3)], data)
 
 
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "length", "stride"), [(13, 13, 2), (7, 4, 4), (6, 4, 4), (4, 4, 3)]
+)
+def test_a_window_that_is_held_can_be_drawn_however_short_the_ring(rows, length, stride, across):
+    unit = jrb.Sequence(length, stride=stride, cross_episodes=across)
+    buffer = jrb.ReplayBuffer(rows, batch_size=2, unit=unit)
+    state = buffer.init({"x": jnp.int32(0), "next": {"done": jnp.bool_(False)}})
+    for time in range(3 * rows):
+        item = {"x": jnp.int32(time), "next": {"done": jnp.bool_(False)}}
+        state = buffer.add(state, item)
+        assert bool(buffer.can_sample(state)) == (time >= length - 1)
+
+
 @pytest.mark.parametrize("length", [1, 3])
 @random_streams
 def test_whole_episodes(length, data):
