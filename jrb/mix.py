@@ -206,8 +206,9 @@ class Mix:
         self, states: States, keys: jax.Array, counts: tuple, needed: tuple, beta: Any
     ) -> tuple[list[Any], list[Sample]]:
         """Draws from each buffer; one of which nothing is `needed` may be empty."""
-        after, parts = list(states), []
-        for number, (buffer, state) in enumerate(self._pairs(states)):
+        pairs, parts = self._pairs(states), []
+        after: list[Any] = [state for _, state in pairs]
+        for number, (buffer, state) in enumerate(pairs):
             count, quiet = counts[number], not needed[number]
             if not count:
                 continue

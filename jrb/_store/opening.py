@@ -16,8 +16,8 @@ from jrb._store.files import Folder
 from jrb._store.generation import Generation
 from jrb._store.lock import Lock
 from jrb._store.places import Places
-from jrb._store.store import Store, folder_of, is_table, writing
-from jrb._store.table import Column, RowTable
+from jrb._store.store import Store, is_table, writing
+from jrb._store.table import Column, RowTable, folder_of
 from jrb._store.threads import share
 
 Progress = Callable[[float], None]

@@ -1,6 +1,7 @@
 """Removes folders of which every file is known to belong to their format, or nothing of them."""
 
 import contextlib
+import functools
 import glob
 import os
 import re
@@ -10,6 +11,7 @@ from jrb._store import files, generation, lock
 from jrb._store.errors import LockedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
+from jrb._store.table import NUMBERS, files_of, folder_of
 
 IsOwn = Callable[[str, str], bool]
 """Returns whether a file belongs to a format: the path of the folder, and the name below it."""
@@ -25,7 +27,27 @@ def is_of_store(path: str, name: str) -> bool:
     """Returns whether a file in the folder of a store is one that the store has written."""
     if not _IN_STORE.fullmatch(name):
         return False
-    return "/" in name or generation.is_own(Folder(path), name)
+    table, _, file = name.partition("/")
+    if not file:
+        return generation.is_own(Folder(path), name)
+    about: list[tuple[int, ...]] = []  # a store made anew has other files
+    for number in generation.numbers(Folder(path)):
+        with contextlib.suppress(FileNotFoundError):
+            stat = os.lstat(os.path.join(path, generation.name_of(number)))
+            about.append((number, stat.st_ino, stat.st_mtime_ns))
+    return file in _files_of_tables(path, tuple(about)).get(table, {file})
+
+
+@functools.lru_cache(maxsize=8)  # it is asked for each file
+def _files_of_tables(path: str, about: tuple[tuple[int, ...], ...]) -> dict[str, set[str]]:
+    """Returns the files of each table whose columns a generation names."""
+    known: dict[str, set[str]] = {}
+    for number, *_ in about:
+        with contextlib.suppress(OSError, ValueError):  # what is damaged says nothing
+            one = generation.Generation(Folder(path), number)
+            names = known.setdefault(folder_of(one.body["table"]["folder"]), {NUMBERS})
+            names.update(files_of(one.columns))
+    return known
 
 
 def remove(path: str, is_own: IsOwn) -> None:

@@ -23,7 +23,7 @@ from jrb._store.generation import Generation
 from jrb._store.lock import Lock
 from jrb._store.places import LOST, NEVER, Places, named_by
 from jrb._store.sums import Sums, longer
-from jrb._store.table import NUMBERS, RowTable, checksum_of
+from jrb._store.table import NUMBERS, RowTable, checksum_of, folder_of
 from jrb._store.threads import Gate, share
 
 writing: "weakref.WeakValueDictionary[str, Store]" = weakref.WeakValueDictionary()
@@ -498,11 +498,6 @@ def is_table(folder: Folder, name: str) -> bool:
     except DamagedError:  # a file, or a link
         return False
     return not inside or NUMBERS in inside
-
-
-def folder_of(generation: int) -> str:
-    """Returns the name of the folder of the table that a generation has made."""
-    return f"rows-{generation}" if generation else "rows"
 
 
 def _forget_writers() -> None:

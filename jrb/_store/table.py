@@ -98,6 +98,11 @@ NUMBERS = ".numbers"
 _NUMBERS = Column.of(NUMBERS, (), 8)
 
 
+def folder_of(generation: int) -> str:
+    """Returns the name of the folder of the table that a generation has made."""
+    return f"rows-{generation}" if generation else "rows"
+
+
 def files_of(columns: tuple[Column, ...]) -> list[str]:
     """Returns the names of their files in the folder of the table.
 

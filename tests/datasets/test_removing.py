@@ -114,6 +114,21 @@ def test_a_folder_with_files_of_others_stays_whole(kind, tmp_path, capsys):
     assert int(jrb.load(path)[1].writer.count) == 22
 
 
+@pytest.mark.parametrize("kind", ["native", "store", "several"])
+def test_a_file_that_no_table_has_stays_among_its_rows(kind, tmp_path):
+    path = made(kind, tmp_path / "sets")
+    rows = next(folder for folder in path.rglob("rows") if folder.is_dir())
+    other = rows / "notes.bin"
+    other.write_bytes(b"all of it")
+    before = below(path)
+    with pytest.raises(ValueError, match=r"rows/notes\.bin"):
+        remove(path)
+    assert below(path) == before
+    other.unlink()
+    remove(path)
+    assert os.listdir(path.parent) == []
+
+
 @pytest.mark.parametrize("kind", [*FOLDERS, "h5", "d4rl", "arrow"])
 def test_a_dataset_goes_without_a_rest(kind, tmp_path):
     path = made(kind, tmp_path / "sets")
