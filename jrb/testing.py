@@ -337,7 +337,8 @@ def check_edited(buffer: ReplayBuffer, example: Item) -> None:
     state = _filled(buffer, example)
     names = editing.flags(buffer, state)
     if not buffer.transforms:
-        slots = buffer.in_order(state)[0]
+        slots, count = buffer.in_order(state)
+        slots = slots[: int(count)]
         some, others = slots[:: 2 * buffer.ring.envs], slots[1 :: 2 * buffer.ring.envs]
         kept, new = buffer.take(state, some), rows(example, jnp.float32(7), len(some))
         items = jax.tree_util.tree_map_with_path(
