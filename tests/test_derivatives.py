@@ -131,6 +131,7 @@ def test_what_a_verb_returns_does_not_depend_on_parameters(name):
     assert jax.jvp(loss, (3.0,), (1.0,))[1] == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["update", "given", "running"])
 def test_nor_under_other_transformations(name):
     CALLS[name](3.0)  # makes what it is called on, outside of all transformations

@@ -137,7 +137,7 @@ def cases():
     for switch in SWITCHES:
         some = SOME if switch != "no jit" else ["windows"]  # where each operation is a call
         for parts in PARTS if switch in ALL else some:
-            is_slow = switch in ("no jit", "leaks") or parts != "n-step"
+            is_slow = switch not in ("x64", "nans") or parts != "n-step"
             marks = [pytest.mark.slow] if is_slow else []
             marks += [pytest.mark.whole] if is_slow and switch in ALL else []
             yield pytest.param(switch, parts, marks=marks, id=f"{switch}, {parts}")

@@ -64,7 +64,9 @@ UNITS = {
 
 
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
-@pytest.mark.parametrize("later", [0, 3, 5, 9])
+@pytest.mark.parametrize(
+    "later", [0, 5, *(pytest.param(later, marks=pytest.mark.slow) for later in (3, 9))]
+)
 def test_real_rows_that_are_still_there_are_written(unit, later):
     buffer, state = made(unit, 11, ends=(1, 4, 8))  # windows go around the ring's end
     sample = buffer.sample(state, jax.random.key(0))

@@ -102,6 +102,7 @@ def test_states_have_the_fields_of_flashbax(name):
     assert shapes(sample.experience) == shapes(their_sample.experience)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MAKERS if "prioritised" in name])
 def test_priorities_go_where_flashbax_puts_them(name):
     make, axes = MAKERS[name]
