@@ -122,6 +122,7 @@ class Mixture(Sampler):
         beta: jax.Array | float | None = None,
     ) -> tuple[MixtureState, Draw]:
         """Draws each sampler's share, with a key of its own."""
+        # Largest remainders round up: the numbers are known while tracing, so shapes are fixed.
         counts = splitting.counts(np, np.asarray(self.shares, np.float64), batch_size)
         keys, states, draws = jax.random.split(key, len(self.samplers)), list(state.states), []
         for number, sampler in enumerate(self.samplers):
@@ -134,9 +135,12 @@ class Mixture(Sampler):
         source = np.repeat(np.arange(len(self.samplers), dtype=np.int32), counts)
         order = splitting.alternating(np, source, len(self.samplers))
         drawn = jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[order], *draws)
-        return state.replace(states=tuple(states)), drawn.replace(
-            sampler=jnp.asarray(source[order])
-        )
+        drawn = self._normalized(drawn.replace(sampler=jnp.asarray(source[order])))
+        return state.replace(states=tuple(states)), drawn
+
+    def _normalized(self, drawn: Draw) -> Draw:
+        """Returns a draw whose weights are divided by what the samplers ask for."""
+        return drawn
 
     def ready(self, state: MixtureState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if all samplers with a share are ready for it."""
@@ -242,22 +246,12 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
     def _with_priorities(self) -> list[PrioritizedSampler]:
         return [one for one in self.samplers if isinstance(one, PrioritizedSampler)]
 
-    def draw(
-        self,
-        ring: Ring,
-        state: MixtureState,
-        anchors: Anchors,
-        key: jax.Array,
-        batch_size: int,
-        beta: jax.Array | float | None = None,
-    ) -> tuple[MixtureState, Draw]:
-        """Draws as `Mixture`, and divides the weights as `normalize` says."""
-        state, drawn = super().draw(ring, state, anchors, key, batch_size, beta)
+    def _normalized(self, drawn: Draw) -> Draw:
         if self.normalize is None:
-            return state, drawn
+            return drawn
         largest = jnp.max(drawn.weights)
         weights = jnp.maximum(drawn.weights / jnp.where(largest > 0, largest, 1.0), SMALLEST)
-        return state, drawn.replace(weights=jnp.where(drawn.mask, weights, 0.0))
+        return drawn.replace(weights=jnp.where(drawn.mask, weights, 0.0))
 
     def attach(self, state: MixtureState, has_delayed_anchors: bool) -> MixtureState:
         """Attaches the samplers with priorities."""
