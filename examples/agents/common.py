@@ -1,0 +1,101 @@
+"""Command line, figures and curves of the agents: all that is not about learning.
+
+An agent is a function `train(key, config)`, pure and traceable, that returns its learning curve,
+float32 `[points]`: mean returns at points that divide the training evenly. E environments.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def track(returns: jax.Array, reward: jax.Array, ended: jax.Array) -> tuple[jax.Array, Any]:
+    """Adds a step `[E]` to the returns of running episodes.
+
+    Returns the returns `[E]` so far, 0 where an episode ended, and the sum and number of returns of
+    the episodes that ended in this step, for `curve`.
+    """
+    returns = returns + reward
+    ends = jnp.sum(jnp.where(ended, returns, 0.0)), jnp.sum(ended)
+    return jnp.where(ended, 0.0, returns), ends
+
+
+def curve(ends: tuple[jax.Array, jax.Array], points: int) -> jax.Array:
+    """Returns the mean return of the episodes that ended in each of `points` parts `[points]`.
+
+    `ends` are the second results of `track` of all steps, stacked by `lax.scan`. Steps behind the
+    last whole part are left out. A part in which no episode ended is NaN.
+    """
+    size = len(ends[1]) // points
+    parts = (leaf[: points * size].reshape(points, size).sum(axis=1) for leaf in ends)
+    total, number = parts
+    return jnp.where(number > 0, total / jnp.maximum(number, 1), jnp.nan)
+
+
+def run(train: Callable, config: Any, seeds: Iterable[int]) -> tuple[np.ndarray, float]:
+    """Trains one agent for each seed, all in one program under `vmap`.
+
+    Returns the curves, float32 `[seeds, points]`, and the seconds without compilation.
+    """
+    keys = jnp.stack([jax.random.key(seed) for seed in seeds])
+    with jax.numpy_dtype_promotion("standard"):  # environments and optimizers mix dtypes
+        program = jax.jit(jax.vmap(lambda key: train(key, config))).lower(keys).compile()
+    start = time.perf_counter()
+    curves = np.asarray(program(keys))
+    return curves, time.perf_counter() - start
+
+
+def main(train: Callable, config: Any, random_return: float, unit: str = "steps") -> np.ndarray:
+    """Trains with the options of the command line, prints the results, and plots the curves.
+
+    Args:
+        train: the agent.
+        config: its frozen dataclass, of which `--steps` replaces `steps`.
+        random_return: the mean return of a policy that acts at random.
+        unit: what `steps` counts.
+
+    Returns:
+        The final return of each seed: the mean over the last tenth of its curve.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, default=5, help="number of trainings")
+    parser.add_argument("--steps", type=int, default=config.steps, help=f"{unit} of each training")
+    parser.add_argument("--plot", metavar="PATH", help="where to write a picture of the curves")
+    options = parser.parse_args()
+    config = dataclasses.replace(config, steps=options.steps)
+    curves, seconds = run(train, config, range(options.seeds))
+    final = np.nanmean(curves[:, -max(1, curves.shape[1] // 10) :], axis=1)
+    rate = options.seeds * options.steps / seconds
+    print(
+        f"final return {final.mean():.4g} +- {final.std():.2g} over {options.seeds} seeds, random "
+        f"policy {random_return:.4g}; {rate:,.0f} {unit} per second over all seeds"
+    )
+    if options.plot:
+        plot(options.plot, curves, options.steps, random_return, unit)
+    return final
+
+
+def plot(path: str, curves: np.ndarray, steps: int, random_return: float, unit: str) -> None:
+    """Draws the mean curve, a band of one standard deviation, and the return of random actions."""
+    from matplotlib.figure import Figure
+
+    ink, blue = "#808890", "#3b82f6"  # can be read on light and dark pages
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    axes = figure.subplots()
+    x = np.linspace(0, steps, curves.shape[1] + 1)[1:]
+    mean, spread = np.nanmean(curves, axis=0), np.nanstd(curves, axis=0)
+    axes.fill_between(x, mean - spread, mean + spread, color=blue, alpha=0.25, linewidth=0)
+    axes.plot(x, mean, color=blue, linewidth=1.8)
+    axes.axhline(random_return, color=ink, linestyle=":", linewidth=1.2)
+    axes.set_xlabel(unit, color=ink)
+    axes.set_ylabel("return", color=ink)
+    axes.tick_params(colors=ink)
+    axes.spines[:].set_color(ink)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110, transparent=True)
