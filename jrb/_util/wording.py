@@ -19,12 +19,18 @@ from typing import Any
 _MAKE = "jrb.ReplayBuffer(capacity, num_envs=, batch_size=, sampler=, unit=)"
 
 _GROUPS = {  # flashbax, TorchRL, Stable-Baselines3, cpprb
-    "capacity, the transitions over all environments": "max_length max_size buffer_size maxsize",
-    "batch_size": "sample_batch_size batch",
+    "capacity, the transitions over all environments": (
+        "max_length max_size buffer_size maxsize replay_capacity"
+    ),
+    "capacity where a buffer is made, and buffer.size(state) what it holds,": "size",
+    "batch_size": "sample_batch_size",
     "num_envs": "add_batch_size n_envs num_environments",
     "min_size": "min_length min_length_time_axis learning_starts",
     "unit=jrb.Sequence(length)": "sample_sequence_length sequence_length slice_len num_slices",
-    "unit=jrb.NStep(n, discount)": "n_step nstep n_steps add_sequences",
+    "unit=jrb.NStep(n, discount)": "n_step nstep n_steps add_sequences update_horizon",
+    "unit=jrb.FrameStack(k)": "frame_stack stack_size stack_compress",
+    "sampler=jrb.Prioritized(alpha=..., beta=...)": "prioritized prioritised alpha beta eps",
+    "stride": "period",
     "discount": "gamma",
     "alpha, of jrb.Prioritized": "priority_exponent",
     "beta, of jrb.Prioritized": "importance_sampling_exponent",
@@ -33,15 +39,24 @@ _GROUPS = {  # flashbax, TorchRL, Stable-Baselines3, cpprb
     "init(example), which tells shapes and dtypes": "observation_space action_space env_dict",
     "transforms": "transform collate_fn",
     "jrb.prefetch": "pin_memory",
+    "the device of JAX, which jax.default_device sets,": "device",
+    "the key of sample(state, key)": "seed rng generator",
     "add": "push append store insert put",
     "update_priority": "update_priorities set_priorities update_tensordict_priority",
     "empty": "reset clear",
     "jrb.save and jrb.load": "state_dict load_state_dict dumps loads dump",
     "size(state)": "is_full full pos ptr current_index",
-    "data": "experience observations next_observations actions rewards dones obs next_obs",
+    "data": "experience",
+    "a leaf of sample.data": (
+        "observation action reward done next_observation observations actions rewards dones "
+        "next_observations obs next_obs terminated truncated"
+    ),
     "weights": "is_weights _weight importance_weights",
     "indices": "index idxs idx",
-    _MAKE: "make_flat_buffer make_item_buffer make_trajectory_buffer TensorDictReplayBuffer",
+    _MAKE: (
+        "make_flat_buffer make_item_buffer make_trajectory_buffer TensorDictReplayBuffer "
+        "DictReplayBuffer"
+    ),
     f"{_MAKE} with sampler=jrb.Prioritized()": (
         "make_prioritised_flat_buffer make_prioritised_trajectory_buffer PrioritizedReplayBuffer "
         "TensorDictPrioritizedReplayBuffer PrioritizedSampler"
@@ -49,6 +64,8 @@ _GROUPS = {  # flashbax, TorchRL, Stable-Baselines3, cpprb
     "jrb.DeviceStorage": "LazyTensorStorage TensorStorage",
     "jrb.MemmapStorage": "LazyMemmapStorage",
     "jrb.Sequence": "SliceSampler make_trajectory_queue",
+    "jrb.Hindsight": "HerReplayBuffer",
+    "jrb.Mix": "make_mixer ReplayBufferEnsemble",
     "jrb.WithoutReplacement": "SamplerWithoutReplacement",
     "jrb.Uniform": "RandomSampler",
 }

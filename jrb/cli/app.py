@@ -21,7 +21,6 @@ _UsageError: Any = next(  # typer has no name for what it raises for a wrong cal
 )
 
 app: Any = typer.Typer(
-    add_completion=False,
     help="The replay buffer for JAX: look at what it saved, check it, convert it.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -67,6 +66,10 @@ def demo(
     if devices > 1:
         importlib.import_module("jrb.demo").prepare_devices(devices)
     report = importlib.import_module("jrb.demo.report")
+    try:
+        report.training.Config(env=env)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     report.main(env=env, steps=steps, seeds=seeds, seed=seed, out=out, devices=devices)
 
 
@@ -172,7 +175,11 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         line, status = "interrupted.", _INTERRUPTED
     except _UsageError as error:
-        line, status = error.format_message(), 2
+        # typer has the first words from pydantic, whose errors have a kind
+        line, status = error.format_message().replace("Value error, ", ""), 2
+        if error.ctx is not None:
+            stop = "" if line.endswith((".", "?")) else "."
+            line += f"{stop} {error.ctx.command_path} --help says more."
     except BrokenPipeError:  # the reader has stopped
         sys.stderr.close()
         return 1

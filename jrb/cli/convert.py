@@ -5,7 +5,7 @@ import importlib
 import os
 import re
 import shutil
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 from jrb._util.wording import bytes_text, printable, require
 from jrb.cli import console, sources
@@ -17,7 +17,8 @@ _LOADED = ("native", "h5")  # by `jrb.load`, into arrays of JAX
 _WHOLE = ("native", "h5", "torchrl", "torchrl-flat")
 _EPISODES = ("minari", "d4rl")
 _TABLES = ("parquet", "arrow")
-FORMATS = (*_WHOLE, *_EPISODES, *_TABLES)
+Format = Literal["native", "h5", "torchrl", "torchrl-flat", "minari", "d4rl", "parquet", "arrow"]
+FORMATS: tuple[str, ...] = get_args(Format)
 _PIECE = 8 << 20  # bytes of a table that are written at a time
 
 _LOST = {
@@ -42,9 +43,7 @@ def convert(
     dest: Annotated[
         str, typer.Argument(help="The path of the result.", callback=sources.user_path)
     ],
-    to: Annotated[
-        str, typer.Option("--to", metavar="|".join(FORMATS), help="The format of the result.")
-    ],
+    to: Annotated[Format, typer.Option("--to", help="The format of the result.")],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint or dataset at DEST.")
     ] = False,
@@ -57,8 +56,6 @@ def convert(
     ] = False,
 ) -> None:
     """Convert SOURCE to another format, at DEST."""
-    if to not in FORMATS:
-        raise typer.BadParameter(f"--to: expected one of {', '.join(FORMATS)}, got {to!r}.")
     if compression is not None and to != "h5":
         raise typer.BadParameter("--compression: expected none but with --to h5.")
     casts = sources.kind_of(source) == sources.OTHER and to in _LOADED and not x64
@@ -214,9 +211,11 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove a dataset from the disk."""
+    library = importlib.import_module("jrb.datasets.library")
+    library.path_in(name, root)  # raises before a question that has no answer
     if not yes:
         typer.confirm(f"Remove {printable(name, '')} for good?", abort=True, err=True)
-    importlib.import_module("jrb.datasets").delete(name, root)
+    library.delete(name, root)
     console.show(console.plain(f"Removed {name}."))
 
 

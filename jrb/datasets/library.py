@@ -166,6 +166,15 @@ def delete(name: str, root: str | os.PathLike[str] | None = None) -> None:
             files in its folder, which the message names.
         LockedError: it is being made, or written to.
     """
+    path = path_in(name, root)
+    with copies.locked(path, wait=False):  # an unfinished copy may be no dataset yet
+        open(path)
+        with locked(path) as is_own:
+            discard(path, is_own)
+
+
+def path_in(name: str, root: str | os.PathLike[str] | None) -> str:
+    """Returns the path of a dataset of a folder; raises if there is none of this name."""
     folder = copies.root_of(root)
     path = os.path.normpath(os.path.join(folder, name))
     inside = os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep)
@@ -173,10 +182,7 @@ def delete(name: str, root: str | os.PathLike[str] | None = None) -> None:
         raise ValueError(f"delete: expected the name of a dataset in {folder}, got {name!r}.")
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file or directory.")
-    with copies.locked(path, wait=False):  # an unfinished copy may be no dataset yet
-        open(path)
-        with locked(path) as is_own:
-            discard(path, is_own)
+    return path
 
 
 @contextlib.contextmanager

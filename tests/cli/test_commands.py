@@ -342,7 +342,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--to", "tarball"], "--to: expected one of native"),
+        (["--to", "tarball"], "'tarball' is not one of 'native', 'h5'"),
         (["--to", "native", "--compression", "gzip"], "--compression: expected none"),
         ([], "Missing option '--to'"),
     ],
@@ -386,6 +386,9 @@ def test_deleting_asks_first(tmp_path, capsys, monkeypatch):
     assert status != 0
     assert "Traceback" not in err
     assert os.path.exists(path)
+    status, out, err = call(capsys, "data", "delete", "nothing", "--root", tmp_path)
+    assert (status, out) == (2, "") and "Remove" not in err  # nothing to ask about
+    assert err.endswith("nothing: no such file or directory.\n")
 
 
 COMMANDS = [["inspect"], ["verify"], ["stats"], ["convert"], ["data", "copy"]]
@@ -672,7 +675,46 @@ def test_calls_that_go_wrong_tell_what_there_is(tmp_path, capsys):
     assert "native|h5|torchrl" in call(capsys, "convert", "--help")[1]
     pytest.importorskip("gymnax")
     status, out, err = call(capsys, "demo", "--env", "Foo")
-    assert (status, out) == (1, "") and "CartPole-v1, " in err and "got 'Foo'" in err
+    assert (status, out) == (2, "") and "CartPole-v1, " in err and "got 'Foo'" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["convert", "a", "b"], "jrb convert --help says more."),
+        (["demo", "--steps", "0"], "jrb demo --help says more."),
+        (["inspct", "a"], "Did you mean 'inspect'? jrb --help says more."),
+    ],
+)
+def test_wrong_calls_name_the_help(words, line, capsys):
+    status, out, err = call(capsys, *words)
+    assert (status, out) == (2, "") and err.endswith(f"{line}\n")
+
+
+def complete(words):
+    """What a shell is offered behind the words that were typed."""
+    env = {"_JRB_COMPLETE": "complete_bash", "COMP_WORDS": words, "PATH": os.environ["PATH"]}
+    env |= {"COMP_CWORD": str(words.count(" ")), "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-m", "jrb"], env=env, capture_output=True, text=True, check=True
+    ).stdout.split()
+
+
+def test_shells_complete_commands_options_and_formats():
+    assert " ".join(complete("jrb ")) == "inspect verify convert stats demo doctor bench data"
+    assert complete("jrb ins") == ["inspect"]
+    assert "--compression" in complete("jrb convert a b --")
+    assert complete("jrb convert a b --to to") == ["torchrl", "torchrl-flat"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_installed_for_a_shell(shell, tmp_path):
+    env = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "COMP_WORDS": "jrb"}
+    env |= {"PYTHONPATH": os.pathsep.join(sys.path), "_JRB_COMPLETE": f"source_{shell}"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "jrb"], env=env, capture_output=True, text=True, check=True
+    )
+    assert "_JRB_COMPLETE" in ran.stdout and ran.stderr == ""
 
 
 def test_a_state_on_the_host_tells_its_bytes():
