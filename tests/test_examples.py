@@ -47,37 +47,6 @@ def test_processes_of_which_one_is_killed_go_on_bit_for_bit(tmp_path, processes,
     assert jrb.checkpoint.metadata(tmp_path / "killed")["kind"] == "sharded"
 
 
-def test_recurrent_q_learning_balances_a_pole_whose_speed_it_has_to_remember():
-    pytest.importorskip("gymnasium")
-    from examples import r2d2
-
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of integers
-        params, scores = r2d2.run(steps=2000)
-        forgetful = r2d2.evaluate(params, memory=False)
-    # What goes by the last observation alone comes to 50 of 200, however it is trained.
-    assert max(scores[2:]) > 120
-    assert max(scores[0], forgetful) < 60
-
-
-def test_rows_of_environments_that_begin_anew_end_with_the_last_observation():
-    pytest.importorskip("gymnasium")
-    from examples import r2d2
-
-    world = r2d2.environments()
-    (seen, _), hidden = world.reset(seed=0), np.zeros((r2d2.ENVS, 1))
-    ends = 0
-    for _ in range(50):
-        action = np.ones(r2d2.ENVS, int)
-        stepped = world.step(action)
-        row, ended = r2d2.transition(seen, hidden, action, stepped)
-        after = row["next"]["observation"]
-        np.testing.assert_array_equal(after[~ended], stepped[0][~ended])
-        assert (np.abs(after[ended][:, 1]) > 1).all()  # fallen: 0.2 is 1, and 0.21 the end
-        assert (np.abs(stepped[0][ended][:, 1]) < 1).all()
-        seen, ends = stepped[0], ends + ended.sum()
-    assert ends > r2d2.ENVS
-
-
 @pytest.mark.slow
 def test_vector_environments_are_learned_from_without_a_step_that_is_none():
     pytest.importorskip("gymnasium")

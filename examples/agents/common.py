@@ -38,14 +38,24 @@ def curve(ends: tuple[jax.Array, jax.Array], points: int) -> jax.Array:
     return jnp.where(number > 0, total / jnp.maximum(number, 1), jnp.nan)
 
 
+def compiled(train: Callable, config: Any, keys: jax.Array) -> Any:
+    """Returns the program that trains one agent for each key, all of them under `vmap`.
+
+    Small networks do not need XLA's pool of threads for matrices. With it, one of about ten such
+    programs never came to an end on a CPU of two cores: all of its threads waited.
+    """
+    with jax.numpy_dtype_promotion("standard"):  # environments and optimizers mix dtypes
+        program = jax.jit(jax.vmap(lambda key: train(key, config))).lower(keys)
+    return program.compile(compiler_options={"xla_cpu_multi_thread_eigen": False})
+
+
 def run(train: Callable, config: Any, seeds: Iterable[int]) -> tuple[np.ndarray, float]:
     """Trains one agent for each seed, all in one program under `vmap`.
 
     Returns the curves, float32 `[seeds, points]`, and the seconds without compilation.
     """
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
-    with jax.numpy_dtype_promotion("standard"):  # environments and optimizers mix dtypes
-        program = jax.jit(jax.vmap(lambda key: train(key, config))).lower(keys).compile()
+    program = compiled(train, config, keys)
     start = time.perf_counter()
     curves = np.asarray(program(keys))
     return curves, time.perf_counter() - start
@@ -56,7 +66,8 @@ def main(train: Callable, config: Any, random_return: float, unit: str = "steps"
 
     Args:
         train: the agent.
-        config: its frozen dataclass, of which `--steps` replaces `steps`.
+        config: its frozen dataclass, of which `--steps` replaces `steps`. Fields that are True or
+            False have options too, such as `--no-memory` for `memory`.
         random_return: the mean return of a policy that acts at random.
         unit: what `steps` counts.
 
@@ -67,8 +78,13 @@ def main(train: Callable, config: Any, random_return: float, unit: str = "steps"
     parser.add_argument("--seeds", type=int, default=5, help="number of trainings")
     parser.add_argument("--steps", type=int, default=config.steps, help=f"{unit} of each training")
     parser.add_argument("--plot", metavar="PATH", help="where to write a picture of the curves")
+    flags = [name for name, value in vars(config).items() if isinstance(value, bool)]
+    for name in flags:
+        action = argparse.BooleanOptionalAction
+        parser.add_argument(f"--{name}", action=action, default=getattr(config, name))
     options = parser.parse_args()
-    config = dataclasses.replace(config, steps=options.steps)
+    chosen = {name: getattr(options, name) for name in ("steps", *flags)}
+    config = dataclasses.replace(config, **chosen)
     curves, seconds = run(train, config, range(options.seeds))
     final = np.nanmean(curves[:, -max(1, curves.shape[1] // 10) :], axis=1)
     rate = options.seeds * options.steps / seconds
