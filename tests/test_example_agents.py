@@ -30,3 +30,12 @@ def test_r2d2_remembers_the_light_that_it_saw_once():
     example["next"] = NEXT | {"observation": jnp.zeros(2)}
     small = {"steps": 64_000, "evaluations": 4, "corridor": 5, "capacity": 160_000}
     assert trained("r2d2", example, **small)[:, -1].mean() > 0.7  # without memory it is 0
+
+
+def test_muzero_catches_after_search_in_its_model():
+    for module in ("flax", "gymnax", "mctx"):
+        pytest.importorskip(module)
+    example = {"observation": jnp.zeros((10, 5)), "action": jnp.int32(0), "policy": jnp.zeros(3)}
+    example |= {"value": jnp.float32(0), "next": NEXT}
+    curves = trained("muzero", example, steps=20_000, points=10, capacity=262_144)
+    assert curves[:, -2:].mean() > 0  # random actions come to -0.6
