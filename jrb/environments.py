@@ -3,7 +3,7 @@
 E environments.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,9 @@ from jrb.buffer import ReplayBuffer
 from jrb.types import Item
 from jrb.writers import PerEnvironment
 
+_FINAL = ("final_obs", "final_observation")
+"""Where `info` has the last observation of an episode: in gymnasium, and in gymnax."""
+
 
 def transition(
     observation: Item,
@@ -22,7 +25,7 @@ def transition(
     reward: Any,
     terminated: Any = None,
     truncated: Any = None,
-    info: Mapping[str, Any] | None = None,
+    info: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     *,
     done: Any = None,
     **leaves: Any,
@@ -34,7 +37,11 @@ def transition(
     reset in the step in which an episode ends return the first observation of the next episode; the
     last one of the old episode is taken from `info`: `final_obs` (gymnasium, `SAME_STEP`) or
     `final_observation` (gymnax). With gymnasium's `NEXT_STEP`, the step after an end is no
-    transition: pass `mask=~ended` to `add`, where `ended` are the flags of the step before.
+    transition: pass `mask=~ended` to `add`, where `ended` are the flags of the step before. With
+    `DISABLED`, and with a single environment, nothing is reset behind your back.
+
+    `observation` must still be what it was before the step. Environments that write into the same
+    array in each step (`SyncVectorEnv(..., copy=False)`) have overwritten it: pass a copy.
 
     Args:
         observation: what the policy saw, leaves `[...]` or `[E, ...]`.
@@ -43,7 +50,7 @@ def transition(
         reward: `[]` or `[E]`; a dict of agents if there are several.
         terminated: whether a final state was reached, or None to leave the leaf out.
         truncated: whether the episode was cut, such as by a time limit, or None.
-        info: the last result of the step.
+        info: the last result of the step: a dict, or a list of E of them (`DictInfoToList`).
         done: one flag in place of the two, for environments that do not tell them apart.
         leaves: further leaves of the item, such as `hidden=...`.
 
@@ -65,18 +72,24 @@ def transition(
     return {"observation": observation, "action": action, "next": after, **leaves}
 
 
-def _last_observation(observation: Item, info: Mapping[str, Any]) -> Item:
+def _last_observation(observation: Item, info: Any) -> Item:
     """Returns the observation that the action led to, also where an environment was reset since."""
-    name = next((name for name in ("final_obs", "final_observation") if name in info), None)
-    if name is None:
-        return observation
-    final = info[name]
-    if not (isinstance(final, np.ndarray) and final.dtype.hasobject):
-        return final  # of all environments, as gymnax gives it
+    if isinstance(info, Mapping):
+        name = next((name for name in _FINAL if name in info), None)
+        if name is None:
+            return observation
+        finals, is_final = info[name], info.get(f"_{name}")
+        if not (isinstance(finals, np.ndarray) and finals.dtype.hasobject):
+            if is_final is None:
+                return finals  # of all environments, as gymnax gives it
+            row = lambda env: jax.tree.map(lambda rows: rows[env], finals)
+            finals = [row(env) if flag else None for env, flag in enumerate(is_final)]
+    else:
+        finals = [next((one[name] for name in _FINAL if name in one), None) for one in info]
     observation = jax.tree.map(np.array, observation)  # the environment may use the old one again
-    for env, one in enumerate(final):
-        if one is not None:
-            jax.tree.map(lambda rows, row: rows.__setitem__(env, row), observation, one)  # noqa: B023
+    for env, final in enumerate(finals):
+        if final is not None:
+            jax.tree.map(lambda rows, row: rows.__setitem__(env, row), observation, final)  # noqa: B023
     return observation
 
 
@@ -115,7 +128,7 @@ def from_gymnasium(
     observation = _zeros_of_space(getattr(env, f"{vector}observation_space"), "observation")
     action = _zeros_of_space(getattr(env, f"{vector}action_space"), "action")
     if num_envs is not None:
-        mode = getattr(env, "metadata", {}).get("autoreset_mode")
+        mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
         if str(getattr(mode, "name", mode)).upper().replace("_", "") in ("NONE", "NEXTSTEP"):
             options = {"writer": PerEnvironment()} | options
     example = transition(
@@ -130,7 +143,8 @@ def _zeros_of_space(space: Any, path: str) -> Item:
     spaces = getattr(space, "spaces", None)
     if isinstance(spaces, Mapping):
         return {name: _zeros_of_space(one, f"{path}/{name}") for name, one in spaces.items()}
-    if isinstance(spaces, tuple):
+    # `OneOf` has a tuple of spaces too, but its elements are of one of them.
+    if isinstance(spaces, tuple) and type(space).__name__ != "OneOf":
         return tuple(_zeros_of_space(one, f"{path}/{i}") for i, one in enumerate(spaces))
     shape, dtype = getattr(space, "shape", None), getattr(space, "dtype", None)
     if shape is None or dtype is None or np.dtype(dtype).kind not in "biuf":
@@ -148,8 +162,9 @@ def from_gymnax(
 
     Nothing is computed: shapes and dtypes come from `jax.eval_shape` of a step. The rows to `add`
     are `jrb.transition(observation, action, next_observation, reward, terminated, truncated, info)`
-    of what `env.step` returns, of `num_envs` environments under `vmap`. Versions of gymnax before
-    1.0 return one flag: `jrb.transition(observation, action, next_observation, reward, done=done)`.
+    of what `env.step` returns, of `num_envs` environments under `vmap`. Rewards are floats, also of
+    environments that count in integers (`cast=True` converts them). Versions of gymnax before 1.0
+    return one flag: `jrb.transition(observation, action, next_observation, reward, done=done)`.
 
     Args:
         env: the environment, as `gymnax.make` returns it.
@@ -178,7 +193,7 @@ def from_gymnax(
         terminated, truncated = flags
         return transition(observation, action, after, reward, terminated, truncated, info)
 
-    return _described(item, capacity, extra, **options)
+    return _described(_spec(item, jax.random.key(0)), capacity, extra, **options)
 
 
 def from_brax(
@@ -192,25 +207,40 @@ def from_brax(
         cut = after.info["truncation"]
         jrb.transition(before.obs, action, after.obs, after.reward, after.done * (1 - cut), cut)
 
+    `AutoResetWrapper` resets in the step in which an episode ends, and does not keep its last
+    observation: where `truncated` is set, the next observation is the first one of the next
+    episode. Give these items no weight in the loss, as brax's own agents do, or leave the wrapper
+    out and reset yourself. brax's wrappers take keys of `jax.random.PRNGKey` only.
+
     Args:
-        env: the environment, with or without brax's wrappers.
+        env: the environment, with or without wrappers, brax's or your own.
         capacity: over all environments; rounded down to a multiple of E.
         extra: further leaves of one item.
-        options: what else `jrb.ReplayBuffer` takes: `num_envs`, which is E, `batch_size`, ...
+        options: what else `jrb.ReplayBuffer` takes: `num_envs`, which is E, `batch_size`, ... A
+            `batch_size` that was given to `brax.envs.create` is the default of `num_envs`.
 
     Returns:
         The buffer, and the example to pass to `init`: zeros, without the axis of environments.
     """
-    env = getattr(env, "unwrapped", env)  # wrappers add the axis of environments
 
     def item(key: jax.Array) -> Item:
-        state = env.reset(key)
-        action = jnp.zeros(env.action_size)
-        after = env.step(state, action)
-        flag = jnp.zeros_like(after.done)
-        return transition(state.obs, action, after.obs, after.reward, flag, flag)
+        before = env.reset(key)
+        action = jnp.zeros((*before.done.shape, env.action_size))
+        after = env.step(before, action)
+        return transition(before.obs, action, after.obs, after.reward, after.done, after.done)
 
-    return _described(item, capacity, extra, **options)
+    # Some wrappers add an axis of environments: those with a number of their own for one key,
+    # the others for that many keys.
+    keys = jax.random.split(jax.random.PRNGKey(0), options.get("num_envs") or 1)
+    try:
+        rows = _spec(item, keys[0])
+        own = rows["next"]["truncated"].shape
+    except (TypeError, ValueError, IndexError):
+        rows, own = _spec(item, keys), ()
+    options = ({"num_envs": own[0]} if own else {}) | options
+    axes = len(rows["next"]["truncated"].shape)
+    spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), rows)
+    return _described(spec, capacity, extra, **options)
 
 
 def from_jaxmarl(
@@ -240,14 +270,23 @@ def from_jaxmarl(
         after, _, reward, done, _ = env.step(key, state, action)
         return transition(observation, action, after, reward, done=done)
 
-    return _described(item, capacity, extra, **options)
+    return _described(_spec(item, jax.random.key(0)), capacity, extra, **options)
 
 
 def _described(
-    item: Callable[[jax.Array], Item], capacity: int, extra: Item | None, **options: Any
+    spec: Any, capacity: int, extra: Item | None, **options: Any
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
-    """Returns a buffer for items like those that a function of a key makes, and zeros like one."""
-    with jax.numpy_dtype_promotion("standard"):  # few environments are written for the strict one
-        spec = jax.eval_shape(item, jax.random.key(0))
-    example = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
+    """Returns a buffer for items of a spec, and zeros like one, whose rewards are floats."""
+    zeros = lambda leaf, dtype: jnp.zeros(leaf.shape, dtype)
+    is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
+    reward = lambda leaf: zeros(leaf, leaf.dtype if is_float(leaf) else jnp.float32)
+    example = jax.tree.map(lambda leaf: zeros(leaf, leaf.dtype), spec)
+    example["next"]["reward"] = jax.tree.map(reward, spec["next"]["reward"])
+    options = {"cast": True} | options
     return ReplayBuffer.rounded(capacity, **options), example | dict(extra or {})
+
+
+def _spec(item: Callable[[jax.Array], Item], key: jax.Array) -> Any:
+    """Returns the spec of what a function of a key makes; nothing is computed."""
+    with jax.numpy_dtype_promotion("standard"):  # few environments are written for the strict one
+        return jax.eval_shape(item, key)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import DictInfoToList
 
 import jrb
 
@@ -46,10 +47,13 @@ def count_of(observation, is_dict):
 
 
 @pytest.mark.parametrize("is_dict", [False, True])
-@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+@pytest.mark.parametrize("mode", [*AutoresetMode, "list of infos"])
 def test_rows_of_vectors_are_true_transitions(mode, is_dict):
     makers = [lambda n=n: Counting(n, is_dict) for n in LENGTHS]
-    envs = SyncVectorEnv(makers, autoreset_mode=mode)
+    if mode == "list of infos":
+        envs = DictInfoToList(SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP))
+    else:
+        envs = SyncVectorEnv(makers, autoreset_mode=mode)
     buffer, example = jrb.from_gymnasium(envs, 100, batch_size=4, unit=jrb.NStep(2, 0.9))
     assert (buffer.num_envs, buffer.capacity) == (3, 99)
     is_next = mode == AutoresetMode.NEXT_STEP
@@ -62,6 +66,8 @@ def test_rows_of_vectors_are_true_transitions(mode, is_dict):
         row = jrb.transition(observation, ACTION, *stepped)
         state = methods.add(state, row, **({"mask": ~ended} if is_next else {}))
         observation, ended = stepped[0], stepped[2] | stepped[3]
+        if mode == AutoresetMode.DISABLED and ended.any():
+            observation, _ = envs.reset(options={"reset_mask": ended})
     rows = jrb.items(buffer, state)
     before = count_of(rows["observation"], is_dict)
     after = count_of(rows["next"]["observation"], is_dict)
@@ -98,6 +104,40 @@ def test_spaces_without_arrays_are_refused():
     env.observation_space = spaces.Dict(text=spaces.Text(5))
     with pytest.raises(TypeError, match="leaf 'observation/text': expected a space of arrays"):
         jrb.from_gymnasium(env, 10)
+    env.observation_space = spaces.OneOf([spaces.Discrete(2), spaces.Box(0, 1, (2,))])
+    with pytest.raises(TypeError, match="expected a space of arrays, got OneOf"):
+        jrb.from_gymnasium(env, 10)
+
+
+SPACES = {
+    "start": (spaces.Discrete(9, start=-4), -4, (), "int32"),
+    "several": (spaces.MultiDiscrete([[3, 4], [5, 6]]), np.ones((2, 2), int), (2, 2), "int32"),
+    "bits": (spaces.MultiBinary(3), np.ones(3, np.int8), (3,), "int8"),
+    "double": (spaces.Box(-1, 1, (2,), np.float64), np.ones(2), (2,), "float32"),
+    "half": (spaces.Box(-1, 1, (2,), np.float16), np.ones(2, np.float16), (2,), "float16"),
+    "scalar": (spaces.Box(-1, 1, ()), np.float32(0.5), (), "float32"),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_elements_of_spaces_come_back(name):
+    space, element, shape, dtype = SPACES[name]
+    env = Counting(2, False)
+    env.action_space = spaces.Dict(inner=spaces.Tuple([space]))
+    buffer, example = jrb.from_gymnasium(env, 8, batch_size=2)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype.name), example["action"]) == {
+        "inner": ((shape, dtype),)
+    }
+    row = jrb.transition(np.zeros(1), {"inner": (element,)}, np.ones(1), 1.0, True, False, {})
+    state = buffer.add(buffer.init(example), row)
+    np.testing.assert_array_equal(jrb.items(buffer, state)["action"]["inner"][0][0], element)
+
+
+def test_last_observations_of_a_mask_are_those_of_ended_environments():
+    after, flags = np.zeros((3, 2)), np.array([False, True, False])
+    info = {"final_obs": np.full((3, 2), 7.0), "_final_obs": flags}
+    row = jrb.transition(after - 1, 0, after, np.ones(3), flags, ~flags, info)
+    assert row["next"]["observation"].tolist() == [[0, 0], [7, 7], [0, 0]]
 
 
 def test_a_transition_needs_a_flag():
@@ -147,28 +187,63 @@ def test_rows_of_gymnax_inside_jit():
         assert 0 < np.abs(after[-1] - before[-1]).max() < 1
 
 
-def fake_brax():
-    """What brax's environments return, in the form of `brax.envs.State`."""
+class FakeBrax:
+    """What brax's environments return, in the form of `brax.envs.State`; keys are checked."""
 
-    def state(number):
+    action_size = 2
+
+    def _state(self, number):
         info = {"truncation": jnp.zeros(())}
         return types.SimpleNamespace(
             obs=jnp.full(5, number), reward=jnp.ones(()), done=jnp.zeros(()), info=info
         )
 
-    env = types.SimpleNamespace(
-        action_size=2, reset=lambda key: state(0.0), step=lambda s, a: state(1.0)
-    )
-    return types.SimpleNamespace(unwrapped=env)
+    def reset(self, key):
+        jax.random.uniform(key)  # raises for an array that is no key
+        return self._state(0.0)
+
+    def step(self, state, action):
+        assert action.shape == (2,)
+        return self._state(1.0)
 
 
-def test_brax():
-    buffer, example = jrb.from_brax(fake_brax(), 100, num_envs=3, unit=jrb.NStep(3, 0.9))
-    assert buffer.capacity == 99
+class Wrapped:
+    """As brax's `VmapWrapper`: over keys, or over those that it makes of one."""
+
+    action_size = 2
+
+    def __init__(self, env, batch_size=None, width=5):
+        self.env, self.unwrapped, self.batch_size, self.width = env, env, batch_size, width
+
+    def _mapped(self, function, *arguments):
+        pack = lambda state: (state.obs[: self.width], state.reward, state.done)
+        obs, reward, done = jax.vmap(lambda *each: pack(function(*each)))(*arguments)
+        return types.SimpleNamespace(obs={"state": obs}, reward=reward, done=done, info={})
+
+    def reset(self, key):
+        keys = key if self.batch_size is None else jax.random.split(key, self.batch_size)
+        return self._mapped(self.env.reset, keys)
+
+    def step(self, state, action):
+        return self._mapped(lambda a: self.env.step(None, a), action)
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "observation"),
+    [
+        (FakeBrax(), {"num_envs": 3}, (5,)),
+        (Wrapped(FakeBrax()), {"num_envs": 3}, {"state": (5,)}),
+        (Wrapped(FakeBrax(), 3), {}, {"state": (5,)}),
+        (Wrapped(FakeBrax(), 3, width=4), {}, {"state": (4,)}),  # a wrapper changes observations
+    ],
+)
+def test_brax(env, options, observation):
+    buffer, example = jrb.from_brax(env, 100, unit=jrb.NStep(3, 0.9), **options)
+    assert (buffer.capacity, buffer.num_envs) == (99, 3)
     assert jax.tree.map(jnp.shape, example) == {
-        "observation": (5,),
+        "observation": observation,
         "action": (2,),
-        "next": {"observation": (5,), "reward": (), "terminated": (), "truncated": ()},
+        "next": {"observation": observation, "reward": (), "terminated": (), "truncated": ()},
     }
     state = buffer.init(example)
     rows = jax.tree.map(lambda leaf: jnp.zeros((3, *leaf.shape), leaf.dtype), example)
@@ -188,7 +263,8 @@ class FakeMarl:
 
     def step(self, key, state, action):
         done = dict.fromkeys((*self.agents, "__all__"), jnp.zeros((), bool))
-        return self.reset(key)[0], 0, dict.fromkeys(self.agents, jnp.ones(())), done, {}
+        reward = {"a": jnp.int32(1), "b": jnp.float32(1)}  # MPE's simple_tag has such ones
+        return self.reset(key)[0], 0, reward, done, {}
 
 
 def test_several_agents():
@@ -196,8 +272,10 @@ def test_several_agents():
         FakeMarl(), 64, num_envs=2, unit=jrb.NStep(2, 0.5), batch_size=4
     )
     assert sorted(example["next"]["done"]) == ["__all__", "a", "b"]
+    assert example["next"]["reward"]["a"].dtype == jnp.float32
     rows = jax.tree.map(lambda leaf: jnp.ones((6, 2, *leaf.shape), leaf.dtype), example)
     rows["next"]["done"] = jax.tree.map(jnp.zeros_like, rows["next"]["done"])
+    rows["next"]["reward"]["a"] = jnp.ones((6, 2), jnp.int32)
     state = buffer.extend(buffer.init(example), rows)
     batch = buffer.sample(state, jax.random.key(0))
     assert batch.data["next"]["reward"]["b"].max() == 1.5
