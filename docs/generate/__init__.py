@@ -1,4 +1,4 @@
-"""What of the documentation is made when it is built: names, tables, drawings, notebooks.
+"""What of the documentation is made when it is built: names, tables, pictures, notebooks.
 
 `tables` and `drawings` need nothing but Python; the rest needs Sphinx.
 """
@@ -6,9 +6,11 @@
 import importlib
 from typing import Any
 
+PARTS = ("keywords", "made", "meta", "names", "notebooks", "pictures", "tables")
+
 
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
-    for part in ("names", "notebooks", "pictures", "tables"):
+    for part in PARTS:
         importlib.import_module(f"generate.{part}").setup(app)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

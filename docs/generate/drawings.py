@@ -4,7 +4,7 @@ All are 460 wide, so that their labels stay readable on a telephone.
 """
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 WIDTH = 460
 
@@ -156,6 +156,22 @@ def commit() -> str:
         sheet.text(216, y + 22, after, "small")
         if number:
             sheet.line((106, y - 18), (106, y))
+    return sheet.svg()
+
+
+def ratios(bars: Sequence[tuple[str, str, float]]) -> str:
+    """Bars of jrb's time over that of another library, one for each label, library and ratio.
+
+    The outlined bar is the time of the other library; it ends at the same place in each row.
+    """
+    one, height = 330, 46  # pixels for a ratio of 1, and of a row
+    sheet = Sheet(height * len(bars) + 8, "Time of jrb, over that of the fastest other library")
+    for number, (label, peer, ratio) in enumerate(bars):
+        y = height * number
+        sheet.text(8, y + 18, label, "small")
+        sheet.box(8, y + 24, one, 14, "empty")
+        sheet.box(8, y + 24, round(one * min(ratio, 1.3), 1), 14, "one")
+        sheet.text(20 + one * max(1.0, min(ratio, 1.3)), y + 36, f"{ratio:.2f} of {peer}", "small")
     return sheet.svg()
 
 

@@ -1,21 +1,25 @@
 """The tables of the pages on performance and scale, out of `benchmarks/results`.
 
-A line `<!-- summary -->` becomes the headline table. `<!-- folded: cycle -->` becomes the table of
-`cycle.json` and its machine, folded. `<!-- table: cycle -->` becomes the table; with words behind a
-bar, `<!-- table: cycle | uniform | tree -->`, the rows whose name contains one of them;
-`<!-- machine: cycle -->` says where they were measured, `<!-- plot: cycle | words -->` shows the
-picture, with the words below it. What has not been measured yet says how it would be.
+- `<!-- summary -->` becomes the headline table, `<!-- chart -->` its picture.
+- `<!-- table: cycle -->` becomes the table of `cycle.json`; with words behind a bar, as in
+  `<!-- table: cycle | uniform | tree -->`, the rows whose name contains one of them.
+- `<!-- machine: cycle -->` says where they were measured.
+- `<!-- plot: cycle | words -->` shows the picture, with the words below it.
+- `<!-- folded: cycle -->` is table and machine, folded; with words behind a bar, the picture too.
+
+What has not been measured yet says how it would be.
 """
 
 import pathlib
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.report import files, markdown, own
+from generate import drawings
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 PAGES = ("performance", "scale")
-_LINE = re.compile(r"<!-- (table|machine|plot|folded|summary):? ?(\w*)(?: \| (.*?))? -->")
+_LINE = re.compile(r"<!-- (table|machine|plot|folded|summary|chart):? ?(\w*)(?: \| (.*?))? -->")
 
 
 def table(name: str, words: str = "") -> str:
@@ -51,15 +55,17 @@ def machine(name: str) -> str:
 
 
 def plot(name: str, words: str) -> str:
-    """A picture that lies beside the result; nothing where none was drawn."""
-    there = (RESULTS / f"{name}.png").exists()
-    return f"![{words}](../benchmarks/results/{name}.png)" if there else ""
+    """Returns the picture of a result, which `made` draws; nothing where none was measured."""
+    there = (RESULTS / f"{name}.json").exists()
+    return f"![{words}](_made/{name}.png)" if there else ""
 
 
-def folded(name: str) -> str:
-    """Returns a table and its machine, which open at a click."""
-    parts = (f"<details><summary>Table: {name}</summary>", table(name), machine(name), "</details>")
-    return "\n\n".join(parts)
+def folded(name: str, words: str = "") -> str:
+    """Returns a table and its machine, folded; with words, the picture too."""
+    title = f"{words}: picture and table" if words else f"The table of {name}"
+    parts = [f"<details><summary>{title}</summary>", plot(name, words) if words else ""]
+    parts += [table(name), machine(name), "</details>"]
+    return "\n\n".join(part for part in parts if part)
 
 
 HEADLINES = (
@@ -101,31 +107,47 @@ HEADLINES = (
 """Rows of results, and what they mean to a user."""
 
 
+class Headline(NamedTuple):
+    """A row of the summary, with times in seconds."""
+
+    words: str
+    mine: float
+    peer: str
+    other: float
+    ratio: float  # the median of the ratios of rounds
+
+
+def headlines() -> list[Headline]:
+    """Returns the rows of the summary that were measured."""
+    found = []
+    for group, what, items, size, words in HEADLINES:
+        result = files.read(RESULTS, group)
+        cases = markdown.by_case([] if result is None else result["rows"])
+        for case in cases:
+            mine, *others = case.values()
+            facts = (mine["what"], mine["facts"]["items"], mine["facts"]["N"])
+            others = [row for row in others if row["peer"] not in ("limit", "NumPy", "NumPy take")]
+            if facts == (what, items, size) and mine["peer"] == "jrb" and others:
+                best = min(others, key=lambda row: row["median"])
+                row = (words, mine["median"], best["peer"], best["median"], best["ratio"])
+                found.append(Headline(*row))
+                break  # of several shapes, the first
+    return found
+
+
 def summary() -> str:
     """Returns the headline table: jrb's time, and its ratio to the fastest other library."""
     lines = ["| What | jrb | the fastest other | ratio |", "|---|---|---|---|"]
-    for group, what, items, size, words in HEADLINES:
-        result = files.read(RESULTS, group)
-        rows = [] if result is None else result["rows"]
-        rows = [
-            r
-            for r in rows
-            if (r["what"], r["facts"]["items"], r["facts"]["N"]) == (what, items, size)
-        ]
-        mine = next((r for r in rows if r["peer"] == "jrb"), None)
-        last = rows.index(mine) if mine else 0  # of several shapes, the first
-        others = []
-        for row in rows[last + 1 :]:
-            if row["peer"] == "jrb":
-                break
-            if row["peer"] not in ("limit", "NumPy", "NumPy take"):
-                others.append(row)
-        if mine is None or not others:
-            continue
-        best = min(others, key=lambda row: row["median"])
-        times = [f"{1e6 * row['median']:,.0f} µs" for row in (mine, best)]
-        lines.append(f"| {words} | {times[0]} | {best['peer']}, {times[1]} | {best['ratio']:.2f} |")
+    for row in headlines():
+        times = [f"{1e6 * seconds:,.0f} µs" for seconds in (row.mine, row.other)]
+        lines.append(f"| {row.words} | {times[0]} | {row.peer}, {times[1]} | {row.ratio:.2f} |")
     return "\n".join(lines)
+
+
+def chart() -> str:
+    """Returns the summary as a drawing for the page."""
+    bars = [(row.words, row.peer, row.ratio) for row in headlines()]
+    return f'<figure class="drawing">{drawings.ratios(bars)}</figure>'
 
 
 def filled(text: str) -> str:
@@ -134,8 +156,9 @@ def filled(text: str) -> str:
         "table": table,
         "machine": lambda name, words: machine(name),
         "plot": plot,
-        "folded": lambda name, words: folded(name),
+        "folded": folded,
         "summary": lambda name, words: summary(),
+        "chart": lambda name, words: chart(),
     }
     return _LINE.sub(lambda at: made[at[1]](at[2], at[3] or ""), text)
 
@@ -144,7 +167,7 @@ def _on_read(app: Any, page: str, source: list[str]) -> None:
     """Called by Sphinx with the text of each page, in a list of one."""
     if page not in PAGES:
         return
-    for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*.png")]):
+    for path in sorted(RESULTS.glob("*.json")):
         app.env.note_dependency(str(path))
     source[0] = filled(source[0])
 

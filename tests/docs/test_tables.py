@@ -1,12 +1,15 @@
 """The tables of the pages on performance and scale say what the results say."""
 
+import pathlib
 import re
+import shutil
 
 import pytest
 from generate import drawings, tables
 
 from benchmarks.report import figures, files, markdown, own
 
+ROOT = pathlib.Path(__file__).parents[2]
 GROUPS = sorted(path.stem for path in tables.RESULTS.glob("*.json"))
 
 
@@ -60,8 +63,8 @@ def test_what_was_not_measured_says_how(monkeypatch, tmp_path):
     page = tables.filled("<!-- table: cycle -->\n<!-- machine: cycle -->\n<!-- plot: cycle | a -->")
     assert "python -m benchmarks cycle --out benchmarks/results" in page
     assert "<!--" not in page
-    (tmp_path / "cycle.png").touch()
-    assert tables.filled("<!-- plot: cycle | Times -->").startswith("![Times](../benchmarks/")
+    shutil.copy(ROOT / "benchmarks/results/cycle.json", tmp_path)
+    assert tables.filled("<!-- plot: cycle | Times -->") == "![Times](_made/cycle.png)"
 
 
 @pytest.mark.parametrize("page", tables.PAGES)
@@ -73,11 +76,12 @@ def test_pages_are_filled(page):
     assert "<!--" not in text
 
 
-@pytest.mark.parametrize("name", drawings.DRAWINGS)
+@pytest.mark.parametrize("name", [*drawings.DRAWINGS, "ratios"])
 def test_drawings_are_whole_and_within_their_sheet(name):
     import xml.etree.ElementTree as ElementTree
 
-    svg = ElementTree.fromstring(drawings.DRAWINGS[name]())
+    drawn = tables.chart if name == "ratios" else drawings.DRAWINGS[name]
+    svg = next(ElementTree.fromstring(drawn()).iter("{http://www.w3.org/2000/svg}svg"))
     _, _, width, height = map(float, svg.attrib["viewBox"].split())
     for part in svg:
         at = {key: float(part.attrib.get(key, 0)) for key in ("x", "y", "width", "height")}
@@ -90,3 +94,9 @@ def test_the_summary_has_a_line_for_each_headline():
     lines = tables.summary().splitlines()
     assert len(lines) == 2 + len(tables.HEADLINES)
     assert all(0 < float(line.split("|")[-2]) < 2 for line in lines[2:])
+
+
+def test_the_chart_has_a_bar_for_each_headline():
+    chart = tables.chart()
+    assert [line.words for line in tables.headlines()] == [line[-1] for line in tables.HEADLINES]
+    assert chart.count('class="one"') == chart.count('class="empty"') == len(tables.HEADLINES)
