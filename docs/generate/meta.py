@@ -12,7 +12,8 @@ DEFAULT = "jrb is a replay buffer for JAX: pure functions, in place, exact."
 
 def description(document: nodes.document | None) -> str:
     """Returns the first sentences of a page that fit, at least one."""
-    paragraphs = [] if document is None else list(document.findall(nodes.paragraph))
+    found = [] if document is None else document.findall(nodes.paragraph)
+    paragraphs = [paragraph for paragraph in found if not paragraph["classes"]]
     words = next((text for text in (p.astext() for p in paragraphs) if len(text) > 40), DEFAULT)
     sentences = re.split(r"(?<=[.:!?])\s+", " ".join(words.split()))
     shown = sentences[0]

@@ -1,8 +1,18 @@
-"""The notebooks of the repository, as pages, with the outputs that they are stored with."""
+"""The notebooks of the repository, as pages, with the outputs that they are stored with.
+
+Below its title, each page says where to run the notebook and where to get it.
+"""
 
 import pathlib
 import shutil
 from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.transforms import SphinxTransform
+
+FOLDER = "notebooks/"
+COLAB = "https://colab.research.google.com/github/jrb-dev/jrb/blob/main/notebooks/{}.ipynb"
 
 
 def copy(app: Any) -> None:
@@ -20,6 +30,34 @@ def copy(app: Any) -> None:
             shutil.copyfile(path, into)
 
 
+class Links(SphinxTransform):
+    """Adds links to Colab and to the file below the title of a notebook."""
+
+    default_priority = 800  # before Sphinx collects the files to download
+
+    def apply(self, **_: Any) -> None:
+        """Called by Sphinx with each page."""
+        name = self.env.docname.removeprefix(FOLDER)
+        section = next(self.document.findall(nodes.section), None)
+        if section is None or name == self.env.docname or name == "index":
+            return
+        colab = nodes.reference("", "Open in Colab", refuri=COLAB.format(name))
+        file = addnodes.download_reference(
+            "", "", nodes.Text("Download the notebook"), reftarget=f"/{FOLDER}{name}.ipynb"
+        )
+        line = nodes.paragraph("", "", colab, nodes.Text(" · "), file, classes=["run-notebook"])
+        section.insert(1, line)
+
+
+def highlight(app: Any, document: nodes.document) -> None:
+    """Called by Sphinx: a cell that writes a file of Python is shown as Python."""
+    for node in document.findall(nodes.literal_block):
+        if node.astext().startswith("%%writefile"):
+            node["language"] = "python"
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.add_transform(Links)
     app.connect("builder-inited", copy)
+    app.connect("doctree-read", highlight)

@@ -90,6 +90,14 @@ def test_every_page_has_a_description_an_icon_and_the_version(site, pages):
     assert [page for page, text in texts.items() if any(part not in text for part in parts)] == []
 
 
+def test_every_notebook_can_be_run_in_colab_and_downloaded(site):
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        text = (site / "notebooks" / f"{path.stem}.html").read_text()
+        place = f"github/jrb-dev/jrb/blob/main/notebooks/{path.name}"
+        assert f'href="https://colab.research.google.com/{place}"' in text
+        assert len(list(site.glob(f"_downloads/*/{path.name}"))) == 1
+
+
 def test_a_search_finds_the_right_page_first(site):
     queries = [f"search.html?q={urllib.parse.quote(words)}" for words in SEARCHES]
     answers = browser.measure(site, queries, (800,), FIRST_RESULT)
