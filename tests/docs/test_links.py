@@ -16,6 +16,7 @@ INCLUDED = re.compile(r"^```\{(?:include|literalinclude)\} (\S+)$", re.MULTILINE
 
 URL = re.compile(r"https?://[^\s)>\]\"'`\\\\|*]+")
 OURS = "https://github.com/jrb-dev/jrb"
+SITE = "https://jrb.readthedocs.io"
 KNOWN = (
     r"https://arxiv\.org/abs/\d{4}\.\d{4,5}",
     r"https://openreview\.net/forum\?id=\w+",
@@ -23,7 +24,7 @@ KNOWN = (
     r"https://gymnasium\.farama\.org(/[\w./-]+)?",
     r"https://minari\.farama\.org(/[\w./-]+)?",
     r"https://docs\.jax\.dev/en/latest/[\w./-]+\.html",
-    r"https://(docs\.ray\.io|jrb\.readthedocs\.io|keepachangelog\.com|semver\.org)",
+    r"https://(docs\.ray\.io|jrb\.readthedocs\.io/?|keepachangelog\.com(/en/[\d.]+)?/?|semver\.org)",
 )
 """What a link to another site may look like. Add a new site here."""
 # Links into the repository lead to a file that is there.
@@ -42,6 +43,9 @@ def is_known(url):
     for start in FILES:
         if url.startswith(start):
             return (ROOT / url.removeprefix(start)).exists()
+    page = re.fullmatch(rf"{SITE}/en/latest/([\w/-]+)\.html", url)
+    if page:
+        return any((ROOT / "docs" / f"{page[1]}{end}").exists() for end in (".md", ".rst"))
     url = url.removeprefix("git+").partition("#")[0].removesuffix(".git")
     ours = re.fullmatch(rf"{OURS}(/(issues|security)[\w./-]*)?", url)
     return bool(ours) or any(re.fullmatch(form, url) for form in KNOWN)
@@ -94,8 +98,10 @@ def test_links_to_other_sites_have_a_known_form(path):
 
 def test_unknown_links_are_found():
     known = [f"{OURS}/blob/main/README.md", "https://arxiv.org/abs/1707.01495", f"{OURS}.git"]
-    wrong = [f"{OURS}/blob/main/none.md", "https://arxiv.org/pdf/1707.01495", "http://semver.org"]
-    assert [is_known(url) for url in known + wrong] == [True] * 3 + [False] * 3
+    known += [SITE, f"{SITE}/en/latest/versions.html"]
+    wrong = [f"{OURS}/blob/main/none.md", f"{SITE}/en/latest/none.html"]
+    wrong += ["https://arxiv.org/pdf/1707.01495", "http://semver.org"]
+    assert [url for url in known + wrong if not is_known(url)] == wrong
 
 
 def test_broken_links_are_found(tmp_path):
