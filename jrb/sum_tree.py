@@ -525,13 +525,13 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
     fresh = next((level for level in range(tree.depth) if tree.width(level) >= _REDRAW), None)
 
     def step(_: jax.Array, packed: jax.Array, rows_at: Callable) -> jax.Array:
-        mass, node = lax.real(packed), lax.bitcast_convert_type(lax.imag(packed), jnp.uint32)
-        first = tree.children(node)
+        mass, above = lax.real(packed), lax.bitcast_convert_type(lax.imag(packed), jnp.uint32)
+        first = above << np.uint32(tree.bits)  # as `children`
         sums = _running(tree, rows_at(tree.nodes, first))
         if again is not None and fresh is not None:
             # Not by the number of the step: XLA copies that at each one which uses it.
-            start, end = tree.start(fresh), tree.start(fresh + 1)
-            is_fresh = node - np.uint32(start) < end - start
+            start, end = (tree.start(level) - tree.above_top for level in (fresh, fresh + 1))
+            is_fresh = above - np.uint32(start & 0xFFFFFFFF) < end - start
             mass = jnp.where(is_fresh, again * sums[-1], mass)
         child, below = jnp.zeros(mass.shape, jnp.uint32), jnp.zeros_like(mass)
         for upto in sums[:-1]:
@@ -541,17 +541,19 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
             further = lax.bitwise_and(lax.ge(mass, upto), lax.lt(upto, sums[-1]))
             child = lax.add(child, lax.convert_element_type(further, jnp.uint32))
             below = lax.select(further, upto, below)
-        return pack(mass - below, first + child)
+        return pack(mass - below, first + child - np.uint32(tree.above_top))
 
     # Mass and node as one complex64: XLA's CPU compiler computes two results in two passes, in each
     # of which it sums the rows anew; the two halves of one result it computes in one.
     pack = lambda mass, node: lax.complex(mass, lax.bitcast_convert_type(node, jnp.float32))
-    # A node over the top: its children are the top, so that one step serves all levels.
-    above = jnp.full(mass.shape, tree.above_top, jnp.uint32)
+    # Nodes are counted from the one over the top, whose children are the top, so that one step
+    # serves all levels. That one is 0 in every tree: other small integers are denormal floats here,
+    # and XLA's CPU compiler takes such constants of two trees in one program for the same number.
+    above = jnp.zeros(mass.shape, jnp.uint32)
     packed, rows = gather.loop(
         tree.depth + 1, step, pack(mass, above), tree.nodes, mass.size, tree.branching
     )
-    node = lax.bitcast_convert_type(lax.imag(packed), jnp.uint32)
+    node = lax.bitcast_convert_type(lax.imag(packed), jnp.uint32) + np.uint32(tree.above_top)
     leaf = (node - np.uint32(tree.leaf)).astype(jnp.int32)
     child = node & np.uint32(tree.branching - 1)
     columns = _columns(rows)  # column by column, as XLA sums rows slowly

@@ -1,6 +1,9 @@
 """The sum-tree against a float64 reference: structure, search, draws, and what may never happen."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -678,3 +681,17 @@ def test_the_last_leaf_of_a_huge_tree_is_found(capacity, branching):
     tree = update(sum_tree.init(capacity, branching), jnp.array([capacity - 1]), jnp.ones(1))
     assert find(tree, jnp.array([0.5])).tolist() == [capacity - 1]
     assert sample(tree, jax.random.key(0), 4, True).tolist() == [capacity - 1] * 4
+
+
+def test_trees_of_any_sizes_are_searched_in_one_optimized_program():
+    """In a process without the flags of the tests, which leave out what compilers may get wrong."""
+    program = """
+import jax, jax.numpy as jnp
+from jrb import sum_tree
+sizes = (5, 20, 40, 50, 64, 100, 300, 1000, 4099)
+trees = [sum_tree.update(sum_tree.init(size), jnp.arange(size), jnp.ones(size)) for size in sizes]
+find = lambda trees: [sum_tree.find(tree, jnp.arange(5) + 0.5) for tree in trees]
+assert [found.tolist() for found in jax.jit(find)(trees)] == [[0, 1, 2, 3, 4]] * len(sizes)
+"""
+    environment = os.environ | {"XLA_FLAGS": ""}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
