@@ -2,96 +2,64 @@
 
     import jrb.compat.flashbax as fbx          # in place of: import flashbax as fbx
 
-Makers, samples and the fields of states are those of flashbax 0.1.3, which need not be installed.
-`install()` makes `import flashbax` mean this module, for a trial without any change. The guide
-"From flashbax" has a table of what differs. E `add_batch_size`, B batch, L window.
+Makers, samples and the fields of states are those of flashbax 0.1.3 and of its main branch, which
+need not be installed. `install()` makes `import flashbax` mean this module, for a trial without a
+change. The guide "From flashbax" says what differs. E `add_batch_size`, B batch, L window.
 """
 
 import dataclasses
 import functools
-import importlib.machinery
-import importlib.util
 import inspect
 import sys
-import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
 import jrb
-from jrb._util.public import PublicNames
 
-__all__ = [
-    "ExperiencePair",
-    "Mixer",
-    "PrioritisedTrajectoryBuffer",
-    "PrioritisedTrajectoryBufferSample",
-    "PrioritisedTrajectoryBufferState",
-    "PrioritisedTransitionSample",
-    "SumTreeState",
-    "TrajectoryBuffer",
-    "TrajectoryBufferSample",
-    "TrajectoryBufferState",
-    "TrajectoryQueue",
-    "TrajectoryQueueState",
-    "TransitionSample",
-    "install",
-    "make_flat_buffer",
-    "make_item_buffer",
-    "make_mixer",
-    "make_prioritised_flat_buffer",
-    "make_prioritised_item_buffer",
-    "make_prioritised_trajectory_buffer",
-    "make_trajectory_buffer",
-    "make_trajectory_queue",
-]
-__dir__: PublicNames = lambda: __all__
+__all__ = ["BufferSample", "BufferState", "Experience", "ExperiencePair", "Mixer"]
+__all__ += ["PrioritisedTrajectoryBuffer", "PrioritisedTrajectoryBufferSample"]
+__all__ += ["PrioritisedTrajectoryBufferState", "PrioritisedTransitionSample", "SumTreeState"]
+__all__ += ["TrajectoryBuffer", "TrajectoryBufferSample", "TrajectoryBufferState"]
+__all__ += ["TrajectoryQueue", "TrajectoryQueueSample", "TrajectoryQueueState", "TransitionSample"]
+__all__ += ["install", "make_flat_buffer", "make_item_buffer", "make_mixer"]
+__all__ += ["make_prioritised_flat_buffer", "make_prioritised_item_buffer"]
+__all__ += ["make_prioritised_trajectory_buffer", "make_trajectory_buffer", "make_trajectory_queue"]
+__dir__: Callable[[], list[str]] = lambda: __all__
 
-State = TypeVar("State", bound="TrajectoryBufferState")
 Experience = TypeVar("Experience")
-Maker = Callable[..., "PrioritisedTrajectoryBuffer"]
+BufferState = TypeVar("BufferState", bound="TrajectoryBufferState[Any]")
+BufferSample = TypeVar("BufferSample", bound="TrajectoryBufferSample[Any]")
 
 # Items are whatever clients store. Windows cross the ends of episodes, so no leaf is a flag.
 _KEYS = jrb.Keys(next_observation=None, done=None, terminated=None, truncated=None)
+_swap: Callable[[Any], Any] = functools.partial(jax.tree.map, lambda x: jnp.swapaxes(x, 0, 1))
+_period: Callable[[jrb.ReplayBuffer], int] = lambda buffer: getattr(buffer.unit, "stride", 1)
 
 
-def _ring(rows: int, envs: int | None, **parts: Any) -> jrb.ReplayBuffer:
-    return jrb.ReplayBuffer(rows * (envs or 1), num_envs=envs, keys=_KEYS, **parts)
+class TrajectoryBufferState(Generic[Experience]):
+    """A state of jrb with the fields of flashbax's states."""
 
-
-def _time_first(batch: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), batch)
-
-
-class TrajectoryBufferState:
-    """A state of jrb with the fields of flashbax's states.
-
-    Made from arrays, as flashbax's Vault makes it, it holds them in the same rows.
-    """
-
-    buffer: jrb.ReplayBuffer
     inner: jrb.BufferState
+    buffer: jrb.ReplayBuffer  # whose state it is; no array
 
-    def __init__(self, experience: Any, current_index: Any, is_full: Any) -> None:
-        rows = _time_first(jax.tree.map(jnp.asarray, experience))
+    def __init__(self, experience: Any = None, current_index: Any = 0, is_full: Any = 0, **of: Any):
+        """Makes a state of its two attributes, or of flashbax's arrays, as its Vault does."""
+        vars(self).update(of)
+        if experience is None:
+            return
+        rows = _swap(jax.tree.map(jnp.asarray, experience))
         length, envs = jax.tree.leaves(rows)[0].shape[:2]
-        cursor, is_full = (jnp.ravel(jnp.asarray(x))[0].item() for x in (current_index, is_full))
-        self.buffer = _ring(length, envs)
+        cursor, full = (jnp.ravel(jnp.asarray(x))[0].item() for x in (current_index, is_full))
+        self.buffer = jrb.ReplayBuffer(length * envs, envs, keys=_KEYS)
         self.inner = self.buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], rows))
-        newest = slice(0, int(cursor))
-        for piece in (newest, slice(newest.stop, None), newest) if is_full else (newest,):
-            part = jax.tree.map(lambda leaf: leaf[piece], rows)  # noqa: B023
-            if len(jax.tree.leaves(part)[0]):
-                self.inner = self.buffer.extend(self.inner, part)
-
-    @classmethod
-    def of(cls: type[State], buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> State:
-        """Returns a state of jrb as one of flashbax."""
-        state = object.__new__(cls)
-        state.buffer, state.inner = buffer, inner
-        return state
+        for stop in (length, int(cursor)) if full else (int(cursor),):  # around the ring first
+            first = jax.tree.map(lambda leaf: leaf[:stop], rows)  # noqa: B023
+            self.inner = self.buffer.extend(self.inner, first)
 
     def _each(self, function: Callable[..., Any]) -> Any:
         """Calls a function for each state, of those that `pmap` or `vmap` have stacked too."""
@@ -99,10 +67,6 @@ class TrajectoryBufferState:
         for _ in range(self.inner.writer.count.ndim):
             function = jax.vmap(function)
         return function(self.inner)
-
-    @property
-    def _rows(self) -> int:
-        return self.buffer.capacity // (self.buffer.num_envs or 1)
 
     @property
     def experience(self) -> Any:
@@ -114,32 +78,25 @@ class TrajectoryBufferState:
         """Returns the row that is written next, int32."""
         return self.inner.writer.cursor
 
-    write_index = current_index
-
     @property
     def is_full(self) -> jax.Array:
         """Returns whether all rows are written, bool."""
-        return self.inner.writer.count == self._rows
+        return self.inner.writer.count == self.buffer.ring.rows
 
     @property
     def running_index(self) -> jax.Array:
         """Returns how many rows were ever written, int32."""
-        return self.inner.writer.lap.astype(jnp.int32) * self._rows + self.inner.writer.cursor
+        return self.inner.writer.lap.astype(jnp.int32) * self.buffer.ring.rows + self.current_index
 
 
 class SumTreeState(NamedTuple):
-    """The masses, priority to the power of the exponent, as flashbax keeps them.
-
-    Attributes:
-        nodes: float32 `[2 * C - 1]`, a binary tree of C leaves, the root first.
-        max_recorded_priority: float32 `[]`, the largest mass so far.
-    """
+    """Masses, priorities to the power of the exponent, as a tree, root first; and the largest."""
 
     nodes: jax.Array
     max_recorded_priority: jax.Array
 
 
-class PrioritisedTrajectoryBufferState(TrajectoryBufferState):
+class PrioritisedTrajectoryBufferState(TrajectoryBufferState[Experience]):
     """The state of a prioritised buffer."""
 
     @property
@@ -148,42 +105,39 @@ class PrioritisedTrajectoryBufferState(TrajectoryBufferState):
         return self._each(_sum_tree)
 
 
-class TrajectoryQueueState(TrajectoryBufferState):
+class TrajectoryQueueState(TrajectoryBufferState[Experience]):
     """The state of a queue."""
 
+    write_index = TrajectoryBufferState.current_index
+
     @property
-    def _pending(self) -> jax.Array:
-        return self.inner.sampler.count // (self.buffer.num_envs or 1)
+    def num_pending(self) -> jax.Array:
+        """Returns how many rows wait to be read, int32."""
+        return self.inner.sampler.count // self.buffer.ring.envs
 
     @property
     def read_index(self) -> jax.Array:
         """Returns the row that is read next, int32."""
-        return (self.write_index - self._pending) % self._rows
+        return (self.current_index - self.num_pending) % self.buffer.ring.rows
 
     @property
     def is_full(self) -> jax.Array:
         """Returns whether no row can be added before one is read, bool."""
-        return self._pending == self._rows
+        return self.num_pending == self.buffer.ring.rows
 
 
 for _class in (TrajectoryBufferState, PrioritisedTrajectoryBufferState, TrajectoryQueueState):
-    jax.tree_util.register_pytree_node(
-        _class,
-        lambda state: ((state.inner,), state.buffer),
-        lambda buffer, children, of=_class.of: of(buffer, *children),
-    )
+    jax.tree_util.register_dataclass(_class, ["inner"], ["buffer"])
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _experience(buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> Any:
-    rows = buffer.take(inner, jnp.arange(buffer.capacity))
-    cut = lambda leaf: leaf.reshape(-1, buffer.num_envs or 1, *leaf.shape[1:])
-    return _time_first(jax.tree.map(cut, rows))
+    return buffer.take(inner, jnp.arange(buffer.capacity).reshape(-1, buffer.ring.envs).T)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_tree(buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> SumTreeState:
-    count, alpha = buffer.capacity // _layout(buffer)[1], cast(Any, buffer.sampler).alpha
+    count, alpha = buffer.capacity // _period(buffer), cast(Any, buffer.sampler).alpha
     priorities = jnp.maximum(buffer.priorities(inner, _slots(buffer, jnp.arange(count))), 0.0)
     masses = jnp.where(priorities > 0, priorities**alpha, 0.0)
     levels = [jnp.pad(masses, (0, (1 << (count - 1).bit_length()) - count))]
@@ -192,42 +146,26 @@ def _sum_tree(buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> SumTreeState:
     return SumTreeState(jnp.concatenate(levels), inner.sampler.highest**alpha)
 
 
-def _layout(buffer: jrb.ReplayBuffer) -> tuple[int, int]:
-    """Returns E, and the period: flashbax numbers every `period`-th step of each environment."""
-    return buffer.num_envs or 1, getattr(buffer.unit, "stride", 1)
-
-
 def _slots(buffer: jrb.ReplayBuffer, items: jax.Array) -> jax.Array:
-    envs, stride = _layout(buffer)
-    per_env = buffer.capacity // envs // stride
-    return items % per_env * stride * envs + items // per_env
+    # flashbax numbers every `period`-th step of each environment, one environment after the other.
+    per_env = buffer.ring.rows // _period(buffer)
+    return items % per_env * _period(buffer) * buffer.ring.envs + items // per_env
 
 
-def _items(buffer: jrb.ReplayBuffer, slots: jax.Array) -> jax.Array:
-    envs, stride = _layout(buffer)
-    return slots % envs * (buffer.capacity // envs // stride) + slots // envs // stride
-
-
-class ExperiencePair(NamedTuple):
+class ExperiencePair(NamedTuple, Generic[Experience]):
     """Two consecutive time steps, leaves `[B, ...]`."""
 
-    first: Any
-    second: Any
+    first: Experience
+    second: Experience
 
 
-class TrajectoryBufferSample(NamedTuple):
-    """A batch: leaves `[B, L, ...]`, or `[B, ...]` of an item buffer."""
+class TrajectoryBufferSample(NamedTuple, Generic[Experience]):
+    """A batch: leaves `[B, L, ...]`, `[B, ...]` of an item buffer, or a pair of these."""
 
     experience: Any
 
 
-class TransitionSample(NamedTuple):
-    """A batch of pairs of consecutive steps."""
-
-    experience: ExperiencePair
-
-
-class PrioritisedTrajectoryBufferSample(NamedTuple):
+class PrioritisedTrajectoryBufferSample(NamedTuple, Generic[Experience]):
     """A batch, the indices of its items for `set_priorities`, and their probabilities, `[B]`."""
 
     experience: Any
@@ -235,91 +173,105 @@ class PrioritisedTrajectoryBufferSample(NamedTuple):
     probabilities: jax.Array
 
 
-class PrioritisedTransitionSample(NamedTuple):
-    """A batch of pairs, with indices and probabilities, `[B]`."""
-
-    experience: ExperiencePair
-    indices: jax.Array
-    probabilities: jax.Array
+TransitionSample = TrajectoryQueueSample = TrajectoryBufferSample
+PrioritisedTransitionSample = PrioritisedTrajectoryBufferSample
 
 
 @dataclasses.dataclass(frozen=True)
-class TrajectoryBuffer:
-    """The functions of a buffer, for `jit`, `vmap`, `pmap` and `shard_map`.
+class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
+    """The functions of a buffer, for `jit`, `vmap`, `pmap` and `shard_map`."""
 
-    Attributes:
-        buffer: the buffer of jrb that does the work.
-        min_rows: the number of time steps that `can_sample` waits for.
-        pairs: whether a sample holds pairs of consecutive steps.
-        missing: the axes that batches lack when they are added: 0 for E, 1 for time.
-    """
+    buffer: jrb.ReplayBuffer  # does the work
+    min_rows: int  # that `can_sample` waits for
+    pairs: bool = False  # whether a sample holds pairs of consecutive steps
+    missing: tuple[int, ...] = ()  # axes that batches lack when added: 0 for E, 1 for time
+    state_class: ClassVar[Any] = TrajectoryBufferState
 
-    buffer: jrb.ReplayBuffer
-    min_rows: int
-    pairs: bool = False
-    missing: tuple[int, ...] = ()
-
-    def init(self, experience: Any) -> Any:
+    def init(self, experience: Experience) -> Any:
         """Returns an empty state for time steps like this one, without leading axes."""
-        prioritised = isinstance(self.buffer.sampler, jrb.Prioritized)
-        state = PrioritisedTrajectoryBufferState if prioritised else TrajectoryBufferState
-        return state.of(self.buffer, self.buffer.init(jax.tree.map(jnp.asarray, experience)))
+        inner = self.buffer.init(jax.tree.map(jnp.asarray, experience))
+        return self.state_class(inner=inner, buffer=self.buffer)
 
-    def _state(self, state: TrajectoryBufferState) -> jrb.BufferState:
+    def _inner(self, state: Any) -> jrb.BufferState:
         if state.buffer == self.buffer:
             return state.inner
         return jrb.rebuild(state.buffer, state.inner, self.buffer)  # outside `jit`: of arrays
 
-    def add(self, state: State, batch: Any) -> State:
+    def add(self, state: BufferState, batch: Any) -> BufferState:
         """Returns the state with time steps `[E, T, ...]` added."""
         batch = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, self.missing), batch)
         if self.buffer.num_envs is None:  # one stream, into which all steps go one after the other
             rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
         else:
-            rows = _time_first(batch)
-        return type(state).of(self.buffer, self.buffer.extend(self._state(state), rows))
+            rows = _swap(batch)
+        inner = self.buffer.extend(self._inner(state), rows)
+        return type(state)(inner=inner, buffer=self.buffer)
 
     def sample(self, state: Any, rng_key: jax.Array, batch_size: int | None = None) -> Any:
         """Returns a batch; the state is only read."""
-        batch = self.buffer.sample(self._state(state), rng_key, batch_size)
-        indices = _items(self.buffer, batch.indices)
-        prioritised = isinstance(self.buffer.sampler, jrb.Prioritized)
+        batch = self.buffer.sample(self._inner(state), rng_key, batch_size)
+        data = batch.data
         if self.pairs:
-            first, second = (jax.tree.map(lambda x: x[:, i], batch.data) for i in (0, 1))  # noqa: B023
-            pair = ExperiencePair(first, second)
-            if prioritised:
-                return PrioritisedTransitionSample(pair, indices, batch.probabilities)
-            return TransitionSample(pair)
-        if prioritised:
-            return PrioritisedTrajectoryBufferSample(batch.data, indices, batch.probabilities)
-        return TrajectoryBufferSample(batch.data)
+            data = ExperiencePair(*(jax.tree.map(lambda x: x[:, i], data) for i in (0, 1)))  # noqa: B023
+        if not isinstance(self, PrioritisedTrajectoryBuffer):
+            return TrajectoryBufferSample(data)
+        row, env = jnp.divmod(batch.indices, self.buffer.ring.envs)
+        period = _period(self.buffer)
+        indices = env * (self.buffer.ring.rows // period) + row // period  # `_slots` undoes it
+        return PrioritisedTrajectoryBufferSample(data, indices, batch.probabilities)
 
-    def can_sample(self, state: TrajectoryBufferState) -> jax.Array:
+    def can_sample(self, state: Any) -> jax.Array:
         """Returns whether enough time steps are stored, bool."""
-        enough = state.inner.writer.count >= self.min_rows
-        if state.buffer != self.buffer:
-            return enough  # a state that was made from arrays
-        return enough & state._each(jrb.ReplayBuffer.can_sample)
+        enough, is_own = state.inner.writer.count >= self.min_rows, state.buffer == self.buffer
+        return enough & state._each(jrb.ReplayBuffer.can_sample) if is_own else enough
 
 
-class PrioritisedTrajectoryBuffer(TrajectoryBuffer):
+class PrioritisedTrajectoryBuffer(TrajectoryBuffer[Experience, BufferState, BufferSample]):
     """The functions of a prioritised buffer."""
 
-    def set_priorities(self, state: State, indices: jax.Array, priorities: jax.Array) -> State:
+    state_class = PrioritisedTrajectoryBufferState
+
+    def set_priorities(self, state: BufferState, indices: Any, priorities: Any) -> BufferState:
         """Returns the state with new priorities `[B]` at the `indices` of a sample."""
         slots = _slots(self.buffer, indices)
-        inner = self.buffer.update_priority(self._state(state), slots, priorities)
-        return type(state).of(self.buffer, inner)
+        inner = self.buffer.update_priority(self._inner(state), slots, priorities)
+        return type(state)(inner=inner, buffer=self.buffer)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrajectoryQueue(TrajectoryBuffer[Experience, BufferState, BufferSample]):
+    """The functions of a queue: each step is sampled once, oldest first; `add` loses none."""
+
+    add_rows: int = 1  # that `can_add` needs
+    state_class = TrajectoryQueueState
+
+    def sample(self, state: BufferState) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns the state without the oldest L steps, and these, `[E, L, ...]`."""
+        count = self.min_rows * self.buffer.ring.envs
+        inner, batch = self.buffer.draw(state.inner, jax.random.key(0), count)
+        data = jax.tree.map(lambda x: x.reshape(self.min_rows, -1, *x.shape[1:]), batch.data)
+        return type(state)(inner=inner, buffer=self.buffer), TrajectoryQueueSample(_swap(data))
+
+    def can_sample(self, state: Any) -> jax.Array:
+        """Returns whether L steps wait to be read, bool."""
+        return state.num_pending >= self.min_rows
+
+    def can_add(self, state: Any) -> jax.Array:
+        """Returns whether rows are free for what is added at a time, bool."""
+        return state.num_pending + self.add_rows <= self.buffer.ring.rows
 
 
 def _make(
     rows: int | None, envs: int | None, batch: int, least: int, unit: jrb.types.Unit, **options: Any
-) -> TrajectoryBuffer:
+) -> TrajectoryBuffer[Any, Any, Any]:
     """Returns the functions of a buffer of `rows` steps; `can_sample` waits for `least`."""
     least = max(least, getattr(unit, "length", 1))
     if rows is None or least > rows:
         raise ValueError(f"expected windows and a minimum of at most {rows} steps, got {least}.")
-    return TrajectoryBuffer(_ring(rows, envs, batch_size=batch, unit=unit), least, **options)
+    buffer = jrb.ReplayBuffer(rows * (envs or 1), envs, batch, unit=unit, keys=_KEYS)
+    if options and batch > buffer.capacity:  # flat, or of items
+        raise ValueError(f"sample_batch_size: expected at most {buffer.capacity}, got {batch}.")
+    return TrajectoryBuffer(buffer, least, **options)
 
 
 def make_trajectory_buffer(
@@ -330,7 +282,7 @@ def make_trajectory_buffer(
     min_length_time_axis: int,
     max_size: int | None = None,
     max_length_time_axis: int | None = None,
-) -> TrajectoryBuffer:
+) -> TrajectoryBuffer[Any, Any, Any]:
     """Makes a buffer of E streams from which windows of L steps are sampled uniformly."""
     rows = max_length_time_axis if max_size is None else max_size // add_batch_size
     windows = jrb.Sequence(sample_sequence_length, stride=period, cross_episodes=True)
@@ -343,17 +295,11 @@ def make_flat_buffer(
     sample_batch_size: int,
     add_sequences: bool = False,
     add_batch_size: int | None = None,
-) -> TrajectoryBuffer:
+) -> TrajectoryBuffer[Any, Any, Any]:
     """Makes a buffer of time steps from which pairs of consecutive ones are sampled."""
-    envs = add_batch_size or 1
-    if max_length < max(2 * envs, sample_batch_size):
-        raise ValueError(f"max_length: expected 2 steps of each stream, a batch; got {max_length}.")
-    missing = _missing(add_batch_size is not None, add_sequences)
-    rows, least, pair = (
-        max_length // envs,
-        min_length // envs + 1,
-        jrb.Sequence(2, cross_episodes=True),
-    )
+    envs, pair = add_batch_size or 1, jrb.Sequence(2, cross_episodes=True)
+    missing = (0,) * (add_batch_size is None) + (1,) * (not add_sequences)
+    rows, least = max_length // envs, min_length // envs + 1
     return _make(rows, envs, sample_batch_size, least, pair, pairs=True, missing=missing)
 
 
@@ -363,19 +309,13 @@ def make_item_buffer(
     sample_batch_size: int,
     add_sequences: bool = False,
     add_batches: bool = False,
-) -> TrajectoryBuffer:
+) -> TrajectoryBuffer[Any, Any, Any]:
     """Makes a buffer of single items."""
-    if sample_batch_size > max_length:
-        raise ValueError(f"sample_batch_size: expected at most {max_length}.")
-    missing = _missing(add_batches, add_sequences)
+    missing = (0,) * (not add_batches) + (1,) * (not add_sequences)
     return _make(max_length, None, sample_batch_size, min_length, jrb.Transition(), missing=missing)
 
 
-def _missing(*present: bool) -> tuple[int, ...]:
-    return tuple(axis for axis, is_present in enumerate(present) if not is_present)
-
-
-def _prioritised(maker: Callable[..., TrajectoryBuffer]) -> Maker:
+def _prioritised(maker: Callable[..., TrajectoryBuffer[Any, Any, Any]]) -> Callable[..., Any]:
     """Returns a maker with two more arguments, `priority_exponent` and `device`, at the end."""
     count = len(inspect.signature(maker).parameters)
 
@@ -383,53 +323,19 @@ def _prioritised(maker: Callable[..., TrajectoryBuffer]) -> Maker:
         exponent = args[count] if len(args) > count else priority_exponent
         if not 0 <= exponent <= 1:
             raise ValueError(f"priority_exponent: expected 0 to 1, got {exponent}.")
-        uniform = maker(*args[:count], **kwargs)
-        envs, period = _layout(uniform.buffer)
-        capacity = uniform.buffer.capacity // (envs * period) * envs * period
-        sampler = jrb.Prioritized(alpha=exponent, eps=0.0)
-        buffer = dataclasses.replace(uniform.buffer, capacity=capacity, sampler=sampler)
-        return PrioritisedTrajectoryBuffer(buffer, uniform.min_rows, uniform.pairs, uniform.missing)
+        one, sampler = maker(*args[:count], **kwargs), jrb.Prioritized(alpha=exponent, eps=0.0)
+        row = one.buffer.ring.envs * _period(one.buffer)  # flashbax drops what is no whole period
+        capacity = one.buffer.capacity // row * row
+        buffer = dataclasses.replace(one.buffer, capacity=capacity, sampler=sampler)
+        return PrioritisedTrajectoryBuffer(buffer, one.min_rows, one.pairs, one.missing)
 
     make.__doc__ = f"Makes a buffer as `{maker.__name__}`, from which is sampled by priority."
     return make
 
 
-make_prioritised_trajectory_buffer: Maker = _prioritised(make_trajectory_buffer)
-make_prioritised_flat_buffer: Maker = _prioritised(make_flat_buffer)
-make_prioritised_item_buffer: Maker = _prioritised(make_item_buffer)
-
-
-@dataclasses.dataclass(frozen=True)
-class TrajectoryQueue:
-    """The functions of a queue: each step of E streams is sampled once, oldest first."""
-
-    buffer: jrb.ReplayBuffer
-    add_sequence_length: int
-    sample_sequence_length: int
-
-    def init(self, experience: Any) -> TrajectoryQueueState:
-        """Returns an empty queue."""
-        inner = self.buffer.init(jax.tree.map(jnp.asarray, experience))
-        return TrajectoryQueueState.of(self.buffer, inner)
-
-    def add(self, state: TrajectoryQueueState, batch: Any) -> TrajectoryQueueState:
-        """Returns the state with steps `[E, T, ...]`; rows that were not read yet stay."""
-        return state.of(self.buffer, self.buffer.extend(state.inner, _time_first(batch)))
-
-    def sample(self, state: Any) -> tuple[TrajectoryQueueState, TrajectoryBufferSample]:
-        """Returns the state without the oldest L steps, and these, `[E, L, ...]`."""
-        shape = self.sample_sequence_length, self.buffer.num_envs or 1
-        inner, batch = self.buffer.draw(state.inner, jax.random.key(0), shape[0] * shape[1])
-        data = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch.data)
-        return state.of(self.buffer, inner), TrajectoryBufferSample(_time_first(data))
-
-    def can_sample(self, state: TrajectoryQueueState) -> jax.Array:
-        """Returns whether L steps wait to be read, bool."""
-        return state._pending >= self.sample_sequence_length
-
-    def can_add(self, state: TrajectoryQueueState) -> jax.Array:
-        """Returns whether `add_sequence_length` rows are free, bool."""
-        return state._pending + self.add_sequence_length <= state._rows
+make_prioritised_trajectory_buffer: Callable[..., Any] = _prioritised(make_trajectory_buffer)
+make_prioritised_flat_buffer: Callable[..., Any] = _prioritised(make_flat_buffer)
+make_prioritised_item_buffer: Callable[..., Any] = _prioritised(make_item_buffer)
 
 
 def make_trajectory_queue(
@@ -438,41 +344,41 @@ def make_trajectory_queue(
     add_sequence_length: int,
     sample_sequence_length: int,
     max_size: int | None = None,
-) -> TrajectoryQueue:
+) -> TrajectoryQueue[Any, Any, Any]:
     """Makes a queue of E streams."""
     rows = max_length_time_axis if max_size is None else max_size // add_batch_size
     if sample_sequence_length > rows:
         raise ValueError(f"sample_sequence_length: expected at most {rows}.")
-    queue = _ring(rows, add_batch_size, sampler=jrb.Queue(), writer=jrb.BlockWhenFull())
-    return TrajectoryQueue(queue, add_sequence_length, sample_sequence_length)
+    parts: dict[str, Any] = {"sampler": jrb.Queue(), "writer": jrb.BlockWhenFull(), "keys": _KEYS}
+    queue = jrb.ReplayBuffer(rows * add_batch_size, add_batch_size, **parts)
+    return TrajectoryQueue(queue, sample_sequence_length, add_rows=add_sequence_length)
 
 
-class Mixer(NamedTuple):
-    """The functions of a mixture: `sample(states, key)` and `can_sample(states)`."""
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+    """The functions of a mixture of buffers, each of which gives so many of `sizes` to a batch."""
 
-    sample: Callable[..., Any]
-    can_sample: Callable[..., jax.Array]
+    buffers: Sequence[TrajectoryBuffer[Any, Any, Any]]
+    sizes: Sequence[int]
+
+    def sample(self, states: Sequence[Any], key: jax.Array) -> Any:
+        """Returns a batch of items of all buffers, one buffer after the other."""
+        keys = jax.random.split(key, len(states))
+        parts = zip(self.buffers, states, keys, self.sizes, strict=True)
+        batches = [buffer.sample(state, one, size) for buffer, state, one, size in parts if size]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
+
+    def can_sample(self, states: Sequence[Any]) -> jax.Array:
+        """Returns whether all buffers can be sampled, bool."""
+        return jnp.array([b.can_sample(s) for b, s in zip(self.buffers, states, strict=True)]).all()
 
 
-def make_mixer(
-    buffers: Sequence[TrajectoryBuffer], sample_batch_size: int, proportions: Sequence[float]
-) -> Mixer:
+def make_mixer(buffers: Any, sample_batch_size: int, proportions: Sequence[float]) -> Mixer:
     """Makes a mixture of buffers of one kind, with fixed shares of each batch."""
     if len(buffers) != len(proportions) or len({(type(b), b.pairs) for b in buffers}) != 1:
         raise ValueError("expected buffers of one kind, and a proportion for each.")
     sizes = [int(share / sum(proportions) * sample_batch_size) for share in proportions]
-    sizes[0] += sample_batch_size - sum(sizes)
-
-    def sample(states: Sequence[Any], key: jax.Array) -> Any:
-        parts = zip(buffers, states, jax.random.split(key, len(states)), sizes, strict=True)
-        batches = [buffer.sample(state, one, size) for buffer, state, one, size in parts if size]
-        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
-
-    def can_sample(states: Sequence[Any]) -> jax.Array:
-        ready = [buffer.can_sample(state) for buffer, state in zip(buffers, states, strict=True)]
-        return jnp.all(jnp.stack(ready))
-
-    return Mixer(sample, can_sample)
+    return Mixer(buffers, [sizes[0] + sample_batch_size - sum(sizes), *sizes[1:]])
 
 
 def install() -> None:
@@ -481,18 +387,14 @@ def install() -> None:
     Call it before anything imports flashbax. `flashbax.vault` and `flashbax.utils` stay flashbax's
     own if it is installed: they read and write the states of this module.
     """
-    spec = importlib.util.find_spec("flashbax")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    public = {name: value for name, value in globals().items() if not name.startswith("_")}
+    folders = getattr(find_spec("flashbax"), "submodule_search_locations", None) or []
     kinds = ["flat_buffer", "item_buffer", "trajectory_buffer", "trajectory_queue", "mixer"]
     kinds += [f"prioritised_{kind}" for kind in kinds[:3]]
-    for name in ("flashbax", "flashbax.buffers", *(f"flashbax.buffers.{kind}" for kind in kinds)):
-        module = sys.modules[name] = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    public = {name: globals()[name] for name in __all__}
+    for name in (*(f"buffers.{kind}" for kind in kinds), "buffers", ""):
+        spec = ModuleSpec(f"flashbax.{name}".rstrip("."), None)
+        if "." not in name:  # a package: its other modules are flashbax's own
+            spec.submodule_search_locations = [f"{folder}/{name}" for folder in folders]
+        module = sys.modules[spec.name] = module_from_spec(spec)
         vars(module).update(public)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
-        if name.count(".") < 2:
-            below = name.removeprefix("flashbax").replace(".", "/")
-            module.__path__ = [folder + below for folder in folders]
+        public |= {name.rpartition(".")[2]: module}

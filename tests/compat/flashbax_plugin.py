@@ -43,7 +43,7 @@ def sample(state, key, batch_size, length, period):
 
 
 def queue(state, add=0, sample=0):
-    return fbx.TrajectoryQueue(state.buffer, add, sample)
+    return fbx.TrajectoryQueue(state.buffer, sample, add_rows=add)
 
 
 FUNCTIONS = {

@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import textwrap
 
 import flashbax
 import jax
@@ -229,3 +230,111 @@ def test_the_tests_of_flashbax(some):
     failed = set(re.findall(r"FAILED \S*?(\w+\.py::\w+)", result.stdout))
     assert failed <= KNOWN, result.stdout
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 50, result.stdout
+
+
+def test_installed_modules_have_the_names_that_programs_import():
+    script = """
+        import jrb.compat.flashbax as facade
+        facade.install()
+        facade.install()
+        import flashbax, flashbax.buffers.trajectory_buffer as trajectory
+        from flashbax.buffers.trajectory_buffer import BufferState, TrajectoryBufferState
+        from flashbax.buffers import flat_buffer, make_flat_buffer, prioritised_item_buffer
+        from flashbax.buffers.flat_buffer import ExperiencePair, TransitionSample
+        from flashbax.buffers.trajectory_queue import TrajectoryQueueSample
+        import flashbax.vault, flashbax.utils
+        assert flashbax.flat_buffer is flashbax.buffers.flat_buffer is flat_buffer
+        assert flashbax.make_flat_buffer is facade.make_flat_buffer is make_flat_buffer
+        assert trajectory.TrajectoryBufferState is facade.TrajectoryBufferState
+        TrajectoryBufferState[dict], trajectory.TrajectoryBuffer[dict, BufferState, dict]
+        flashbax.TrajectoryBufferSample[dict], ExperiencePair[dict], TransitionSample[dict]
+        facade.PrioritisedTrajectoryBufferState[dict], facade.TrajectoryQueueState[dict]
+    """
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+
+
+def agents_of(make, axes, count):
+    """A buffer and the states of so many agents, each with steps of its own, as clients vmap."""
+    buffer = make(fbx)
+    states = jax.vmap(lambda _: buffer.init(EXAMPLE))(jnp.arange(count))
+    for number in range(14):
+        batches = [batch_of(100 * agent + number, *axes) for agent in range(count)]
+        states = jax.vmap(buffer.add)(states, jax.tree.map(lambda *x: jnp.stack(x), *batches))
+    return buffer, states
+
+
+def check_agents(buffer, states, batches, after=None):
+    """Each agent's samples are of its own steps, with priorities of its own."""
+    for agent, steps in enumerate(np.asarray(states.experience["x"])):
+        stored = {tuple(step) for step in steps.reshape(-1, 2).tolist()}
+        sampled = jax.tree.map(lambda leaf: np.asarray(leaf)[agent], batches.experience)  # noqa: B023
+        for items in sampled if isinstance(sampled, fbx.ExperiencePair) else (sampled,):
+            assert {tuple(step) for step in items["x"].reshape(-1, 2).tolist()} <= stored
+    if after is not None:
+        tree = after.sum_tree_state
+        masses = np.take_along_axis(
+            np.asarray(tree.nodes), tree.nodes.shape[1] // 2 + np.asarray(batches.indices), 1
+        )
+        alpha = buffer.buffer.sampler.alpha
+        np.testing.assert_allclose(masses, np.array([[2.0], [3.0]]) ** alpha + 0 * masses, 1e-5)
+
+
+def cycle_of(buffer):
+    """One draw of an agent, and new priorities where there are any."""
+
+    def cycle(state, key, priority):
+        batch = buffer.sample(state, key)
+        if isinstance(buffer, fbx.PrioritisedTrajectoryBuffer):
+            state = buffer.set_priorities(state, batch.indices, priority + 0 * batch.probabilities)
+        return state, batch, buffer.can_sample(state)
+
+    return cycle
+
+
+MAPS = {
+    "vmap": jax.vmap,
+    "jit of vmap": lambda function: jax.jit(jax.vmap(function)),
+    "pmap": lambda function: jax.pmap(function, axis_name="device"),
+}
+
+
+@pytest.mark.parametrize("how", MAPS)
+@pytest.mark.parametrize("name", ["trajectory", "flat", "prioritised flat", "prioritised item"])
+def test_states_that_are_mapped(name, how):
+    make, axes = MAKERS[name]
+    buffer, states = agents_of(make, axes, 2)
+    priorities, keys = jnp.array([2.0, 3.0]), jax.random.split(jax.random.key(0), 2)
+    after, batches, ready = MAPS[how](cycle_of(buffer))(states, keys, priorities)
+    assert ready.all()
+    assert np.asarray(states.is_full).shape == np.asarray(after.current_index).shape == (2,)
+    check_agents(buffer, states, batches, after if "prioritised" in name else None)
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs a JAX with jax.shard_map")
+@pytest.mark.parametrize("replicated", [False, True])
+def test_states_in_shard_map(replicated):
+    """A state for each device, as programs write it; priorities differ from device to device."""
+    make, axes = MAKERS["prioritised trajectory"]
+    buffer, states = agents_of(make, axes, 2)
+    spec = jax.sharding.PartitionSpec("device")
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("device",))
+    cycle = jax.vmap(cycle_of(buffer), in_axes=(0, 0, None if replicated else 0))
+    specs = (spec, spec, jax.sharding.PartitionSpec() if replicated else spec)
+    step = jax.jit(jax.shard_map(cycle, mesh=mesh, in_specs=specs, out_specs=spec))
+    keys = jax.random.split(jax.random.key(0), 2)
+    priorities = jnp.float32(2.0) if replicated else jnp.array([2.0, 3.0])
+    after, batches, ready = step(states, keys, priorities)
+    assert ready.all()
+    check_agents(buffer, states, batches, None if replicated else after)
+
+
+def test_a_mixer_of_mapped_states():
+    buffers, states = zip(*[agents_of(*MAKERS["prioritised flat"], 2)] * 2, strict=True)
+    mixer = fbx.make_mixer(buffers, 16, (0.5, 0.5))
+    keys = jax.random.split(jax.random.key(0), 2)
+    batches = jax.vmap(mixer.sample)(states, keys)
+    assert batches.experience.first["x"].shape == (2, 16, 2)
+    assert jax.vmap(mixer.can_sample)(states).all()
