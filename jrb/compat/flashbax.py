@@ -61,32 +61,17 @@ class TrajectoryBufferState(Generic[Experience]):
             first = jax.tree.map(lambda leaf: leaf[:stop], rows)  # noqa: B023
             self.inner = self.buffer.extend(self.inner, first)
 
-    def _each(self, function: Callable[..., Any]) -> Any:
-        """Calls a function for each state, of those that `pmap` or `vmap` have stacked too."""
-        function = functools.partial(function, self.buffer)
-        for _ in range(self.inner.writer.count.ndim):
-            function = jax.vmap(function)
-        return function(self.inner)
-
     @property
     def experience(self) -> Any:
         """Returns the stored steps, leaves `[E, T, ...]`, as a copy."""
-        return self._each(_experience)
+        return _each(_experience, self.buffer, self.inner)
 
-    @property
-    def current_index(self) -> jax.Array:
-        """Returns the row that is written next, int32."""
-        return self.inner.writer.cursor
-
-    @property
-    def is_full(self) -> jax.Array:
-        """Returns whether all rows are written, bool."""
-        return self.inner.writer.count == self.buffer.ring.rows
-
-    @property
-    def running_index(self) -> jax.Array:
-        """Returns how many rows were ever written, int32."""
-        return self.inner.writer.lap.astype(jnp.int32) * self.buffer.ring.rows + self.current_index
+    # The row that is written next, whether all are written, and how many ever were.
+    current_index = property(lambda it: it.inner.writer.cursor)
+    is_full = property(lambda it: it.inner.writer.count == it.buffer.ring.rows)
+    running_index = property(
+        lambda it: it.inner.writer.lap.astype(jnp.int32) * it.buffer.ring.rows + it.current_index
+    )
 
 
 class SumTreeState(NamedTuple):
@@ -102,40 +87,36 @@ class PrioritisedTrajectoryBufferState(TrajectoryBufferState[Experience]):
     @property
     def sum_tree_state(self) -> SumTreeState:
         """Returns the masses in flashbax's order."""
-        return self._each(_sum_tree)
+        return _each(_sum_tree, self.buffer, self.inner)
 
 
 class TrajectoryQueueState(TrajectoryBufferState[Experience]):
     """The state of a queue."""
 
+    # How many rows wait to be read, the rows that are written and read next, and if none is free.
+    num_pending = property(lambda it: it.inner.sampler.count // it.buffer.ring.envs)
     write_index = TrajectoryBufferState.current_index
-
-    @property
-    def num_pending(self) -> jax.Array:
-        """Returns how many rows wait to be read, int32."""
-        return self.inner.sampler.count // self.buffer.ring.envs
-
-    @property
-    def read_index(self) -> jax.Array:
-        """Returns the row that is read next, int32."""
-        return (self.current_index - self.num_pending) % self.buffer.ring.rows
-
-    @property
-    def is_full(self) -> jax.Array:
-        """Returns whether no row can be added before one is read, bool."""
-        return self.num_pending == self.buffer.ring.rows
+    read_index = property(lambda it: (it.write_index - it.num_pending) % it.buffer.ring.rows)
+    is_full = property(lambda it: it.num_pending == it.buffer.ring.rows)
 
 
 for _class in (TrajectoryBufferState, PrioritisedTrajectoryBufferState, TrajectoryQueueState):
     jax.tree_util.register_dataclass(_class, ["inner"], ["buffer"])
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _each(function: Callable[..., Any], buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> Any:
+    """Calls a function for each state, of those that `pmap` or `vmap` have stacked too."""
+    function = functools.partial(function, buffer)
+    for _ in range(inner.writer.count.ndim):
+        function = jax.vmap(function)
+    return function(inner)
+
+
 def _experience(buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> Any:
     return buffer.take(inner, jnp.arange(buffer.capacity).reshape(-1, buffer.ring.envs).T)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _sum_tree(buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> SumTreeState:
     count, alpha = buffer.capacity // _period(buffer), cast(Any, buffer.sampler).alpha
     priorities = jnp.maximum(buffer.priorities(inner, _slots(buffer, jnp.arange(count))), 0.0)
@@ -177,13 +158,16 @@ TransitionSample = TrajectoryQueueSample = TrajectoryBufferSample
 PrioritisedTransitionSample = PrioritisedTrajectoryBufferSample
 
 
+def _pair(data: Any) -> ExperiencePair[Any]:
+    return ExperiencePair(*(jax.tree.map(lambda leaf: leaf[:, i], data) for i in (0, 1)))  # noqa: B023
+
+
 @dataclasses.dataclass(frozen=True)
 class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
     """The functions of a buffer, for `jit`, `vmap`, `pmap` and `shard_map`."""
 
     buffer: jrb.ReplayBuffer  # does the work
     min_rows: int  # that `can_sample` waits for
-    pairs: bool = False  # whether a sample holds pairs of consecutive steps
     missing: tuple[int, ...] = ()  # axes that batches lack when added: 0 for E, 1 for time
     state_class: ClassVar[Any] = TrajectoryBufferState
 
@@ -209,27 +193,40 @@ class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
 
     def sample(self, state: Any, rng_key: jax.Array, batch_size: int | None = None) -> Any:
         """Returns a batch; the state is only read."""
-        batch = self.buffer.sample(self._inner(state), rng_key, batch_size)
-        data = batch.data
-        if self.pairs:
-            data = ExperiencePair(*(jax.tree.map(lambda x: x[:, i], data) for i in (0, 1)))  # noqa: B023
-        if not isinstance(self, PrioritisedTrajectoryBuffer):
-            return TrajectoryBufferSample(data)
-        row, env = jnp.divmod(batch.indices, self.buffer.ring.envs)
-        period = _period(self.buffer)
-        indices = env * (self.buffer.ring.rows // period) + row // period  # `_slots` undoes it
-        return PrioritisedTrajectoryBufferSample(data, indices, batch.probabilities)
+        if state.buffer == self.buffer:
+            batch = self.buffer.sample(state.inner, rng_key, batch_size)
+            return TrajectoryBufferSample(batch.data)
+        # Made from arrays, it knows nothing but its ring: sample windows that begin with a period.
+        unit, ring, count = self.buffer.unit, state.buffer.ring, state.inner.writer.count
+        span = jnp.arange(unit.length) if isinstance(unit, jrb.Sequence) else 0
+        starts = jnp.maximum((count - jnp.size(span)) // _period(self.buffer) + 1, 1)
+        shape = (batch_size or self.buffer.batch_size or 1,)
+        number = jax.random.randint(rng_key, shape, 0, starts * ring.envs)
+        start, env = jnp.divmod(number, ring.envs)
+        first = state.current_index - count + start * _period(self.buffer)
+        slots = jax.vmap(lambda row, env: (row + span) % ring.rows * ring.envs + env)(first, env)
+        data = state.buffer.take(state.inner, slots)
+        return TrajectoryBufferSample(_pair(data) if self.buffer.transforms else data)
 
     def can_sample(self, state: Any) -> jax.Array:
         """Returns whether enough time steps are stored, bool."""
-        enough, is_own = state.inner.writer.count >= self.min_rows, state.buffer == self.buffer
-        return enough & state._each(jrb.ReplayBuffer.can_sample) if is_own else enough
+        enough = state.inner.writer.count >= self.min_rows
+        if state.buffer == self.buffer:
+            enough &= _each(jrb.ReplayBuffer.can_sample, self.buffer, state.inner)
+        return enough
 
 
 class PrioritisedTrajectoryBuffer(TrajectoryBuffer[Experience, BufferState, BufferSample]):
     """The functions of a prioritised buffer."""
 
     state_class = PrioritisedTrajectoryBufferState
+
+    def sample(self, state: Any, rng_key: jax.Array, batch_size: int | None = None) -> Any:
+        """Returns a batch; the state is only read."""
+        batch = self.buffer.sample(self._inner(state), rng_key, batch_size)
+        (row, env), period = jnp.divmod(batch.indices, self.buffer.ring.envs), _period(self.buffer)
+        indices = env * (self.buffer.ring.rows // period) + row // period  # `_slots` undoes it
+        return PrioritisedTrajectoryBufferSample(batch.data, indices, batch.probabilities)
 
     def set_priorities(self, state: BufferState, indices: Any, priorities: Any) -> BufferState:
         """Returns the state with new priorities `[B]` at the `indices` of a sample."""
@@ -265,13 +262,13 @@ def _make(
     rows: int | None, envs: int | None, batch: int, least: int, unit: jrb.types.Unit, **options: Any
 ) -> TrajectoryBuffer[Any, Any, Any]:
     """Returns the functions of a buffer of `rows` steps; `can_sample` waits for `least`."""
-    least = max(least, getattr(unit, "length", 1))
+    least, missing = max(least, getattr(unit, "length", 1)), options.pop("missing", None)
     if rows is None or least > rows:
         raise ValueError(f"expected windows and a minimum of at most {rows} steps, got {least}.")
-    buffer = jrb.ReplayBuffer(rows * (envs or 1), envs, batch, unit=unit, keys=_KEYS)
-    if options and batch > buffer.capacity:  # flat, or of items
+    buffer = jrb.ReplayBuffer(rows * (envs or 1), envs, batch, unit=unit, keys=_KEYS, **options)
+    if missing is not None and batch > buffer.capacity:
         raise ValueError(f"sample_batch_size: expected at most {buffer.capacity}, got {batch}.")
-    return TrajectoryBuffer(buffer, least, **options)
+    return TrajectoryBuffer(buffer, least, missing or ())
 
 
 def make_trajectory_buffer(
@@ -300,7 +297,7 @@ def make_flat_buffer(
     envs, pair = add_batch_size or 1, jrb.Sequence(2, cross_episodes=True)
     missing = (0,) * (add_batch_size is None) + (1,) * (not add_sequences)
     rows, least = max_length // envs, min_length // envs + 1
-    return _make(rows, envs, sample_batch_size, least, pair, pairs=True, missing=missing)
+    return _make(rows, envs, sample_batch_size, least, pair, missing=missing, transforms=(_pair,))
 
 
 def make_item_buffer(
@@ -327,7 +324,7 @@ def _prioritised(maker: Callable[..., TrajectoryBuffer[Any, Any, Any]]) -> Calla
         row = one.buffer.ring.envs * _period(one.buffer)  # flashbax drops what is no whole period
         capacity = one.buffer.capacity // row * row
         buffer = dataclasses.replace(one.buffer, capacity=capacity, sampler=sampler)
-        return PrioritisedTrajectoryBuffer(buffer, one.min_rows, one.pairs, one.missing)
+        return PrioritisedTrajectoryBuffer(buffer, one.min_rows, one.missing)
 
     make.__doc__ = f"Makes a buffer as `{maker.__name__}`, from which is sampled by priority."
     return make
@@ -375,7 +372,8 @@ class Mixer:
 
 def make_mixer(buffers: Any, sample_batch_size: int, proportions: Sequence[float]) -> Mixer:
     """Makes a mixture of buffers of one kind, with fixed shares of each batch."""
-    if len(buffers) != len(proportions) or len({(type(b), b.pairs) for b in buffers}) != 1:
+    kinds = {(type(each), each.buffer.transforms) for each in buffers}
+    if len(buffers) != len(proportions) or len(kinds) != 1:
         raise ValueError("expected buffers of one kind, and a proportion for each.")
     sizes = [int(share / sum(proportions) * sample_batch_size) for share in proportions]
     return Mixer(buffers, [sizes[0] + sample_batch_size - sum(sizes), *sizes[1:]])

@@ -338,3 +338,29 @@ def test_a_mixer_of_mapped_states():
     batches = jax.vmap(mixer.sample)(states, keys)
     assert batches.experience.first["x"].shape == (2, 16, 2)
     assert jax.vmap(mixer.can_sample)(states).all()
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("name", ["trajectory", "flat", "item"])
+def test_a_state_of_arrays_is_sampled_inside_jit(name, full):
+    """As programs read a Vault: the state of one buffer, the windows of another one."""
+    first = fbx.make_trajectory_buffer(ENVS, 1, 1, 1, 1, max_length_time_axis=12)
+    state = first.init({"t": jnp.int32(0)})
+    for number in range(0, 20 if full else 10, 5):
+        steps = jnp.arange(number, number + 5) + 100 * jnp.arange(ENVS)[:, None]
+        state = first.add(state, {"t": steps.astype(jnp.int32)})
+    state = fbx.TrajectoryBufferState(state.experience, state.current_index, state.is_full)
+    buffer = MAKERS[name][0](fbx)
+    batch = jax.jit(buffer.sample, static_argnums=2)(state, jax.random.key(0), 400).experience
+    stored = range(8, 20) if full else range(10)
+    length = {"trajectory": 4, "flat": 2, "item": 1}[name]
+    if name == "flat":
+        batch = {"t": jnp.stack([batch.first["t"], batch.second["t"]], axis=1)}
+    windows = np.asarray(batch["t"]).reshape(-1, length)
+    starts = [
+        100 * env + step for env in range(ENVS) for step in stored[: len(stored) - length + 1]
+    ]
+    assert set(windows[:, 0].tolist()) == set(starts)
+    assert (windows == windows[:, :1] + np.arange(length)).all()
+    if name == "trajectory":
+        assert jax.jit(buffer.can_sample)(state)
