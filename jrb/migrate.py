@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -408,6 +409,8 @@ def _check_single(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> N
         raise TypeError(
             "rebuild: expected a state of a single buffer, got states under vmap. Take one of them."
         )
+    if isinstance(state.edits, jax.core.Tracer):
+        raise TypeError("rebuild: expected a state outside jit, got a traced one. Call it before.")
     if old.storage.of_objects != new.storage.of_objects:
         raise TypeError(
             "rebuild: expected items of arrays on both sides, or objects, got "

@@ -135,6 +135,8 @@ def test_what_cannot_carry_over_is_refused():
     with pytest.raises(TypeError, match="rebuild: expected single buffers, got Mix"):
         jrb.rebuild(mix, (state,), old)
     many = jax.vmap(lambda _: state)(jnp.arange(2))
+    with pytest.raises(TypeError, match="outside jit, got a traced one"):
+        jax.eval_shape(lambda it: jrb.rebuild(old, it, old), state)
     with pytest.raises(TypeError, match="states under vmap"):
         jrb.rebuild(old, many, old)
     bare, its = jrb.from_items(jnp.arange(4.0))

@@ -67,10 +67,10 @@ class TrajectoryBufferState(Generic[Experience]):
         return _each(_experience, self.buffer, self.inner)
 
     # The row that is written next, whether all are written, and how many ever were.
-    current_index = property(lambda it: it.inner.writer.cursor)
-    is_full = property(lambda it: it.inner.writer.count == it.buffer.ring.rows)
-    running_index = property(
-        lambda it: it.inner.writer.lap.astype(jnp.int32) * it.buffer.ring.rows + it.current_index
+    current_index: property = property(lambda s: s.inner.writer.cursor)
+    is_full: property = property(lambda s: s.inner.writer.count == s.buffer.ring.rows)
+    running_index: property = property(
+        lambda s: s.inner.writer.lap.astype(jnp.int32) * s.buffer.ring.rows + s.current_index
     )
 
 
@@ -94,10 +94,10 @@ class TrajectoryQueueState(TrajectoryBufferState[Experience]):
     """The state of a queue."""
 
     # How many rows wait to be read, the rows that are written and read next, and if none is free.
-    num_pending = property(lambda it: it.inner.sampler.count // it.buffer.ring.envs)
-    write_index = TrajectoryBufferState.current_index
-    read_index = property(lambda it: (it.write_index - it.num_pending) % it.buffer.ring.rows)
-    is_full = property(lambda it: it.num_pending == it.buffer.ring.rows)
+    num_pending: property = property(lambda s: s.inner.sampler.count // s.buffer.ring.envs)
+    write_index: property = TrajectoryBufferState.current_index
+    read_index: property = property(lambda s: (s.write_index - s.num_pending) % s.buffer.ring.rows)
+    is_full: property = property(lambda s: s.num_pending == s.buffer.ring.rows)
 
 
 for _class in (TrajectoryBufferState, PrioritisedTrajectoryBufferState, TrajectoryQueueState):
@@ -154,8 +154,9 @@ class PrioritisedTrajectoryBufferSample(NamedTuple, Generic[Experience]):
     probabilities: jax.Array
 
 
-TransitionSample = TrajectoryQueueSample = TrajectoryBufferSample
-PrioritisedTransitionSample = PrioritisedTrajectoryBufferSample
+TransitionSample: type[TrajectoryBufferSample[Any]] = TrajectoryBufferSample
+TrajectoryQueueSample: type[TrajectoryBufferSample[Any]] = TrajectoryBufferSample
+PrioritisedTransitionSample: type[Any] = PrioritisedTrajectoryBufferSample
 
 
 def _pair(data: Any) -> ExperiencePair[Any]:
