@@ -4,6 +4,7 @@ All are 460 wide, so that their labels stay readable on a telephone.
 """
 
 import html
+import itertools
 from collections.abc import Callable, Sequence
 
 WIDTH = 460
@@ -159,6 +160,113 @@ def commit() -> str:
     return sheet.svg()
 
 
+def units() -> str:
+    """What one sample reads for four units, over the rows of two episodes."""
+    sheet = Sheet(318, "The rows that one sample reads, for four units")
+    across = lambda row: 96 + 36 * row
+    for row in range(10):
+        sheet.box(across(row), 26, 33, 30, "one" if row < 6 else "two", str(row))
+    sheet.text(96, 16, "one episode", "small dim")
+    sheet.text(across(6), 16, "the next one", "small dim")
+    samples = (
+        ("NStep(3, 0.99)", 3, (3, 4, 5), (), "the rewards of 3, 4 and 5"),
+        ("Sequence(4)", 1, (1, 2, 3, 4), (), "four rows, one after the other"),
+        ("Sequence(3, burn_in=2)", 3, (3, 4, 5), (1, 2), "two rows to warm up, then the window"),
+        ("FrameStack(4)", 7, (6, 7), (), "row 6 repeated: the episode begins there"),
+    )
+    for number, (name, anchor, rows, before, words) in enumerate(samples):
+        y = 76 + 62 * number
+        sheet.text(96, y + 8, name, "code")
+        for row in (*before, *rows):
+            sheet.box(across(row), y + 16, 33, 20, "empty" if row in before else "good")
+        sheet.line((across(anchor) + 16, y + 50), (across(anchor) + 16, y + 38))
+        left = across(anchor) > 300
+        x = across(anchor) + (4 if left else 28)
+        sheet.text(x, y + 52, words, "small dim end" if left else "small dim")
+    sheet.text(8, 45, "rows", "small dim")
+    sheet.text(8, 126, "arrow:", "small dim")
+    sheet.text(8, 142, "the anchor", "small dim")
+    return sheet.svg()
+
+
+def hindsight() -> str:
+    """An episode that misses its goal, and one transition with another goal."""
+    sheet = Sheet(196, "A transition is sampled with a goal that its episode reached later")
+    at = [(30, 140), (95, 112), (160, 122), (225, 88), (290, 100), (355, 70)]
+    for start, end in itertools.pairwise(at):
+        sheet.line(start, end, tip=False)
+    for step, (x, y) in enumerate(at):
+        style = "one" if step == 1 else "good" if step == 4 else "box"
+        sheet.box(x - 15, y - 15, 30, 30, style, str(step))
+    sheet.box(400, 8, 52, 30, "bad", "goal")
+    sheet.text(392, 28, "the goal of the episode was missed", "small dim end")
+    sheet.line((95, 127), (95, 166), (290, 166), (290, 118))
+    sheet.text(105, 184, "step 1, sampled as if its goal had been what step 4 reached", "small dim")
+    return sheet.svg()
+
+
+def shards() -> str:
+    """Four devices with their environments, shards and parts of a batch."""
+    sheet = Sheet(
+        218, "Each device has environments, a shard of the buffer, and a part of the batch"
+    )
+    for device in range(4):
+        x = 8 + 113 * device
+        sheet.box(x, 8, 104, 132, "empty")
+        sheet.text(x + 52, 26, f"device {device}", "middle small dim")
+        sheet.box(x + 8, 36, 88, 26, "box", "E / 4 envs")
+        sheet.box(x + 8, 74, 88, 26, "one", "N / 4 slots")
+        sheet.box(x + 8, 112, 88, 22, "good", "B / 4 items")
+        sheet.line((x + 52, 62), (x + 52, 74))
+        sheet.line((x + 52, 100), (x + 52, 112))
+        sheet.line((x + 52, 140), (x + 52, 164))
+    sheet.box(8, 164, 443, 26, "two", "all_gather: five numbers of each shard")
+    sheet.text(
+        230, 208, "from them, every shard computes weights over all N items", "middle small dim"
+    )
+    return sheet.svg()
+
+
+def actors() -> str:
+    """Actors that add, servers that hold shards, and a learner."""
+    sheet = Sheet(222, "Actors add to a buffer in processes of its own; a learner samples from it")
+    for number in range(3):
+        y = 22 + 64 * number
+        sheet.box(8, y, 96, 36, "box", f"actor {number}")
+        sheet.line((104, y + 18), (176, y + 18 if number == 1 else 104 + 24 * (number - 1)))
+    sheet.box(176, 66, 116, 76, "one", "buffer")
+    sheet.text(234, 134, "its own process", "small dim middle")
+    sheet.text(140, 22, "extend", "code middle")
+    sheet.box(364, 86, 88, 36, "good", "learner")
+    sheet.line((292, 94), (364, 94))
+    sheet.text(328, 84, "ahead", "code middle")
+    sheet.line((364, 114), (292, 114))
+    sheet.text(328, 138, "priorities", "small dim middle")
+    sheet.line((234, 142), (234, 178))
+    sheet.box(176, 178, 116, 32, "two", "saves")
+    sheet.text(302, 198, "a restart continues here", "small dim")
+    return sheet.svg()
+
+
+def tiers() -> str:
+    """Where the items of three storages are."""
+    sheet = Sheet(214, "Where three storages keep their items: device, files, or both")
+    sheet.text(236, 16, "device", "small dim middle")
+    sheet.text(376, 16, "files on the host", "small dim middle")
+    stores = (
+        ("DeviceStorage", "all items", ""),
+        ("SpillStorage", "the newest", "all items"),
+        ("MemmapStorage", "", "all items"),
+    )
+    for number, (name, device, files) in enumerate(stores):
+        y = 28 + 52 * number
+        sheet.text(8, y + 23, name, "code")
+        sheet.box(176, y, 120, 36, "one" if device else "empty", device)
+        sheet.box(316, y, 120, 36, "two" if files else "empty", files)
+    sheet.text(8, 200, "Sampler, unit and writer are on the device with each of them.", "small dim")
+    return sheet.svg()
+
+
 def ratios(bars: Sequence[tuple[str, str, float]]) -> str:
     """Bars of jrb's time over that of another library, one for each label, library and ratio.
 
@@ -180,4 +288,9 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "anchors": anchors,
     "waits": waits,
     "commit": commit,
+    "units": units,
+    "hindsight": hindsight,
+    "shards": shards,
+    "actors": actors,
+    "tiers": tiers,
 }
