@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import eager, steps, transforming
-from jrb._core.validate import check_state, explained, takes_state, warn_of_refused
+from jrb._core.validate import check_state, explained, on_host, takes_state, warn_of_refused
 from jrb._util import casting, checks, display, pytree, wording
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
@@ -185,7 +185,12 @@ class ReplayBuffer:
             ValueError: the folder of a storage on the host is not empty; more than 2^31 - 1 slots.
             OSError: its disk has no room.
         """
-        eager.check_init(self, example)
+        makes_files = on_host(self) and not self.storage.of_objects
+        if makes_files and eager.is_traced(example, jnp.zeros(())):
+            raise TypeError(
+                "init: expected to be called outside jit, vmap and scan, as it makes files. Make "
+                "the state before, and pass it as an argument."
+            )
         spec = None if self.storage.of_objects else self._stored_spec(example)
         return eager.init(self, spec, device)
 
@@ -286,7 +291,10 @@ class ReplayBuffer:
             return eager.write_objects(self, state, [items], mask, verb, priorities, donate)
         rows = self._to_stored(state, items, (*time, *lead), verb)
         if is_add:
-            rows = jax.tree.map(_one_row, rows)
+            # Without a call of JAX for arrays of NumPy, and quickly traced.
+            host = np.ndarray | np.generic
+            row = lambda it: it[None] if isinstance(it, host) else jnp.expand_dims(it, 0)
+            rows = jax.tree.map(row, rows)
         elif 0 in time:
             return state
         return eager.write(self, state, rows, mask, None, priorities, donate)
@@ -766,13 +774,6 @@ _LAYOUT = {
 @functools.lru_cache(maxsize=1024)
 def _ring(capacity: int, envs: int) -> Ring:
     return Ring(rows=capacity // envs, envs=envs)
-
-
-def _one_row(leaf: pytree.Leaf) -> pytree.Leaf:
-    """`leaf[None]`, without a call of JAX for NumPy, and quickly traced."""
-    if type(leaf) is np.ndarray or isinstance(leaf, np.generic):
-        return np.asarray(leaf)[None]
-    return jnp.expand_dims(leaf, 0)
 
 
 @dataclasses.dataclass(frozen=True)

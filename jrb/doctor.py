@@ -192,16 +192,12 @@ def _not_donated(step: Any, args: tuple, names: list[str], result: Any) -> Itera
         donated = [leaf.donated for leaf in jax.tree.leaves(told)]
         if states_in(argument) and not all(donated):
             nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(states_in(argument)))
+            code = getattr(inspect.unwrap(step), "__code__", None)
             yield Finding(
                 f"{name}: is not donated, so every call copies {bytes_text(nbytes)}",
-                _line_of(step),
+                "" if code is None else f"{code.co_filename}:{code.co_firstlineno}",
                 f'Compile it by jax.jit(step, donate_argnames="{name}")',
             )
-
-
-def _line_of(step: Any) -> str:
-    code = getattr(inspect.unwrap(step), "__code__", None)
-    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _where(eqn: Any) -> str:
@@ -215,12 +211,6 @@ def _frames(eqn: Any) -> Iterator[tuple[str, str]]:
     for frame in getattr(getattr(eqn.source_info, "traceback", None), "frames", ()):
         if not frame.file_name.startswith(_OTHERS):
             yield frame.file_name, f"{frame.file_name}:{frame.line_num}"
-
-
-def _is_call_of_jrb(eqn: Any) -> bool:
-    """Returns if jrb calls a compiled function: what is in it has the lines of its first caller."""
-    file = next((file for file, _ in _frames(eqn)), "")
-    return file.startswith(_OWN) and file != os.path.abspath(__file__)
 
 
 def _constants(closed: Any) -> Iterator[Finding]:
@@ -319,7 +309,10 @@ class _Search:
             inner = _called(eqn)
             if inner is not None:
                 inside = dict(zip(inner.invars, ins, strict=True))
-                self._run(inner, inside, where if line or _is_call_of_jrb(eqn) else "")
+                # What jrb itself compiles has the lines of its first caller: keep those of this.
+                file = next((file for file, _ in _frames(eqn)), "")
+                is_of_jrb = file.startswith(_OWN) and file != os.path.abspath(__file__)
+                self._run(inner, inside, where if line or is_of_jrb else "")
                 outs = [(0, None) if hasattr(var, "val") else inside[var] for var in inner.outvars]
             elif name in _SAME_MEMORY:
                 outs = ins[:1]

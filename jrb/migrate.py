@@ -21,7 +21,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.ring import Occupancy, Ring
 from jrb.samplers.prioritized import DROPPED
 from jrb.state import Buffer, BufferState
-from jrb.types import Context, OrderedSampler, PrioritizedSampler, ShardedSampler
+from jrb.types import Context, DrawCounts, OrderedSampler, PrioritizedSampler, ShardedSampler
 from jrb.types.messages import PartState
 from jrb.types.sampler import missing_method
 
@@ -93,7 +93,8 @@ def rebuild(
         states = {number: jax.tree.map(jnp.asarray, one) for number, one in shards.items()}
     if not isinstance(new, Sharded):
         return regrouped(old, states, new, 0)
-    numbers = new.layout.numbers_here()
+    # Each process makes the states of its own shards.
+    numbers = sorted({number for group in new.layout.groups().values() for number in group})
     return new.join({n: regrouped(old, states, new, n) for n in numbers})
 
 
@@ -290,7 +291,12 @@ def _refill(
     slots = jnp.asarray(kept.slots[kept.mask])
     samplers = [each.sampler for each in states]
     sampler = _sampler_state(old, samplers, new, result, slots, new_slots)
-    return result.replace(sampler=steps.import_counts(sampler, samplers, slots, new_slots))
+    each = sampler, *samplers
+    if all(isinstance(one, DrawCounts) and one.draws is not None for one in each):
+        # The counts of draws go with their items; `slots` are those of all shards in a row.
+        draws = jnp.concatenate([jnp.asarray(one.draws) for one in samplers])[slots]
+        sampler = sampler.replace(draws=sampler.draws.at[new_slots].set(draws))
+    return result.replace(sampler=sampler)
 
 
 def _write_items(

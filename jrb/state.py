@@ -66,7 +66,8 @@ class BufferState(pytree.State):
 
     def _title(self) -> str:
         """Name and memory: of arrays, and of the rows of a storage on the host."""
-        title = display.of_arrays(self)
+        arrays = [leaf for leaf in jax.tree.leaves(self) if pytree.is_array(leaf)]
+        title = f"{type(self).__name__}, {wording.bytes_text(pytree.nbytes(arrays))}"
         host_bytes = self.storage.host_bytes if isinstance(self.storage, HostState) else 0
         return f"{title} and {wording.bytes_text(host_bytes)} on the host" if host_bytes else title
 

@@ -68,7 +68,15 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
     spec = buffer.stored(state)
     fields = [pa.field(name, pa.from_numpy_dtype(leaf.dtype)) for name, leaf in facts.items()]
     for name, leaf in zip(_column_names(spec), jax.tree.leaves(spec), strict=True):
-        fields.append(_arrow_field(pa, name, leaf))
+        raw = casting.raw_spec(leaf)
+        words, shape = _real_parts(_plain(raw.dtype), raw.shape)
+        kind = pa.from_numpy_dtype(words)
+        is_keys = casting.is_keys(leaf.dtype)
+        own = f"key:{casting.implementation(leaf.dtype)}" if is_keys else str(np.dtype(leaf.dtype))
+        metadata = None if own == str(words) else {"jrb.dtype": own}
+        fields.append(
+            pa.field(name, pa.fixed_shape_tensor(kind, shape) if shape else kind, metadata=metadata)
+        )
     schema = pa.schema(fields)
     row_bytes = pytree.nbytes(jax.tree.map(casting.raw_spec, spec))
     size = chunks or max(1, (32 << 20) // max(row_bytes, 1))
@@ -171,16 +179,6 @@ def _cells(rows: Any) -> np.ndarray:
     for number, row in enumerate(rows):
         cells[number] = row
     return cells
-
-
-def _arrow_field(pa: Any, name: str, leaf: Any) -> Any:
-    raw = casting.raw_spec(leaf)
-    words, shape = _real_parts(_plain(raw.dtype), raw.shape)
-    kind = pa.from_numpy_dtype(words)
-    is_keys = casting.is_keys(leaf.dtype)
-    own = f"key:{casting.implementation(leaf.dtype)}" if is_keys else str(np.dtype(leaf.dtype))
-    metadata = None if own == str(words) else {"jrb.dtype": own}
-    return pa.field(name, pa.fixed_shape_tensor(kind, shape) if shape else kind, metadata=metadata)
 
 
 def _arrow_array(pa: Any, kind: Any, leaf: np.ndarray) -> Any:

@@ -73,15 +73,6 @@ def is_one_step(buffer: Buffer, *arguments: Any) -> bool:
 # Making states.
 
 
-def check_init(buffer: Buffer, example: Item) -> None:
-    """Raises inside `jit` if there are files to be made."""
-    if on_host(buffer) and not buffer.storage.of_objects and is_traced(example, jnp.zeros(())):
-        raise TypeError(
-            "init: expected to be called outside jit, vmap and scan, as it makes files. Make the "
-            "state before, and pass it as an argument."
-        )
-
-
 def init(buffer: Buffer, spec: Item, device: Device) -> Any:
     """Makes an empty state; `spec` is that of an item as it is stored."""
     if not on_host(buffer):

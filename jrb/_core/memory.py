@@ -139,7 +139,11 @@ def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
 
 def placed(array: np.ndarray, device: Device = None) -> jax.Array:
     """Makes an array of the device from an aligned one of the host that has no other user."""
-    if array.nbytes <= PIECE or _goes_to_cpu(device):
+    if isinstance(device, jax.sharding.Sharding):
+        platforms = {one.platform for one in device.device_set}
+    else:
+        platforms = {jax.default_backend() if device is None else device.platform}
+    if array.nbytes <= PIECE or platforms == {"cpu"}:
         is_copied = _SMALL < array.nbytes <= PIECE  # for which a program is compiled
         result = jnp.array(array, copy=True) if is_copied else jax.device_put(array)
     else:
@@ -147,13 +151,6 @@ def placed(array: np.ndarray, device: Device = None) -> jax.Array:
         starts = range(0, len(whole), PIECE)
         result = _filled(array, ((start, whole[start : start + PIECE]) for start in starts))
     return result if device is None else jax.device_put(result, device)
-
-
-def _goes_to_cpu(device: Device) -> bool:
-    if device is None:
-        return jax.default_backend() == "cpu"
-    devices = device.device_set if isinstance(device, jax.sharding.Sharding) else {device}
-    return all(one.platform == "cpu" for one in devices)
 
 
 def _filled(spec: Leaf, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
@@ -166,10 +163,9 @@ def _filled(spec: Leaf, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
         return _shaped(array, spec.shape)
 
 
-def _slice(leaf: jax.Array, start: Any, length: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(leaf.reshape(-1), start, length)
-
-
-_cut = jax.jit(_slice, static_argnums=2)
+_cut = jax.jit(
+    lambda leaf, start, length: lax.dynamic_slice_in_dim(leaf.reshape(-1), start, length),
+    static_argnums=2,
+)
 _fill = jax.jit(functools.partial(lax.dynamic_update_slice_in_dim, axis=0), donate_argnums=0)
 _shaped = jax.jit(jnp.reshape, static_argnums=1, donate_argnums=0)

@@ -303,16 +303,6 @@ def recount(before: PartState, after: PartState, sample: Sample, mask: jax.Array
     )
 
 
-def import_counts(
-    new: PartState, old: list[PartState], slots: jax.Array, new_slots: jax.Array
-) -> Any:
-    """Returns a sampler's state with the counts of others; from `slots`, of all, to `new_slots`."""
-    if not all(isinstance(state, DrawCounts) and state.draws is not None for state in (new, *old)):
-        return new
-    draws = jnp.concatenate([jnp.asarray(state.draws) for state in old])
-    return new.replace(draws=new.draws.at[new_slots].set(draws[slots]))
-
-
 def assemble(
     buffer: Buffer, state: BufferState, draw: Draw, key: jax.Array, *, read: bool = True
 ) -> Sample:

@@ -254,7 +254,18 @@ def _read(file: int, path: str) -> tuple[Body, int, str]:
     # A checksum shows damage. Whoever forges a file can forge that too: all values are checked.
     try:
         body = json.loads(text)
-        _check_body(body)
+        # All is of the right type, and all numbers fit together.
+        check_json(body, _BODY, "body")
+        table, columns = body["table"], body["table"]["columns"]
+        leaves = [leaf for entry in columns for leaf in _leaves(entry)]
+        check_json(leaves, [_LEAF], "leaves")
+        if table["slots"] > table.setdefault("most", table["room"]):
+            raise ValueError("more slots than room")
+        if not all(map(_leaves, columns)) or len({entry["block"] for entry in columns}) > 1:
+            raise ValueError("columns without leaves, or with blocks of different size")
+        for entries in (leaves, body["arrays"]):
+            if len({entry["name"] for entry in entries}) != len(entries):
+                raise ValueError("two of the same name")
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: expected the body of a generation, got {error!r}.") from error
     identity = hashlib.blake2b(text, digest_size=16).hexdigest()
@@ -337,21 +348,6 @@ _BODY = {
     },
     "arrays": [_ENTRY | {"size": NATURAL, "sum": NATURAL}],
 }
-
-
-def _check_body(body: Body) -> None:
-    """Raises `ValueError` unless all is of the right type, and all numbers fit together."""
-    check_json(body, _BODY, "body")
-    table, columns = body["table"], body["table"]["columns"]
-    leaves = [leaf for entry in columns for leaf in _leaves(entry)]
-    check_json(leaves, [_LEAF], "leaves")
-    if table["slots"] > table.setdefault("most", table["room"]):
-        raise ValueError("more slots than room")
-    if not all(map(_leaves, columns)) or len({entry["block"] for entry in columns}) > 1:
-        raise ValueError("columns without leaves, or with blocks of different size")
-    for entries in (leaves, body["arrays"]):
-        if len({entry["name"] for entry in entries}) != len(entries):
-            raise ValueError("two of the same name")
 
 
 def _leaves(column: Body) -> Any:

@@ -390,10 +390,6 @@ class Store:
             kept |= mask
         self._places.line_up(kept)
 
-    def forked(self) -> None:
-        """Forgets, in a process that was forked off, which locks other threads had taken."""
-        self._turn, self.drawing = threading.RLock(), Gate()
-
     def close(self) -> None:
         with self._turn:
             if self._lock is not None:
@@ -503,7 +499,8 @@ def is_table(folder: Folder, name: str) -> bool:
 def _forget_writers() -> None:
     """Lets a process that was forked off write nowhere."""
     for store in list(writing.values()):
-        store.forked()
+        # Other threads, which are not here, may have held these locks.
+        store._turn, store.drawing = threading.RLock(), Gate()
     writing.clear()
 
 

@@ -39,12 +39,6 @@ def multiple(capacity: int, envs: int) -> None:
         )
 
 
-def divides(name: str, value: int, envs: int) -> None:
-    """A number of items that is a whole number of rows."""
-    if value % envs:
-        raise ValueError(f"{name}: expected a multiple of num_envs = {envs}, got {value}.")
-
-
 def key(value: Leaf) -> None:
     """One PRNG key, typed or old-style."""
     dtype = getattr(value, "dtype", None)

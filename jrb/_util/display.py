@@ -89,12 +89,6 @@ def html(state: PyTree, title: str, facts: dict[str, str]) -> str:
     return f"{table_html(title, (), rows)}<details><summary>leaves</summary>{leaves}</details>"
 
 
-def of_arrays(state: PyTree) -> str:
-    """Name of the class, and memory: `BufferState, 1.5 MB`."""
-    arrays = [leaf for leaf in jax.tree.leaves(state) if pytree.is_array(leaf)]
-    return f"{type(state).__name__}, {wording.bytes_text(pytree.nbytes(arrays))}"
-
-
 def table_text(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
     """A title, lines in columns below a head if there is one, and notes."""
     shown = [*([head] if head else []), *rows]

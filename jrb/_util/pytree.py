@@ -230,12 +230,6 @@ def mapped_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
     return mapped(state)
 
 
-def unmarked_names(state: PyTree) -> list[str]:
-    """Returns the names of the arrays of a state that are neither `cursor()` nor `tally()`."""
-    nothing: Any = None
-    return leaf_names(mapped_marks(state, lambda mark, value: nothing))
-
-
 # Names of leaves.
 
 
@@ -336,7 +330,14 @@ def check_like(
     """
     check_structure(expected, got, what, mend)
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True)
-    if all(_is_like(want, leaf, lead) for want, leaf in pairs):
+    if all(
+        # JAX may narrow a dtype of 64 bits: those are looked at below.
+        is_array(leaf)
+        and getattr(leaf.dtype, "char", "") not in WIDE
+        and leaf.dtype == want.dtype
+        and tuple(leaf.shape) == (*lead, *want.shape)
+        for want, leaf in pairs
+    ):
         return  # the quick way: at every call
     leaves = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), leaf in zip(leaves, jax.tree.leaves(spec_of(got, what)), strict=True):
@@ -352,13 +353,6 @@ def check_like(
                 else f"Cast it with .astype({want.dtype}), or make the buffer with cast=True."
             )
             raise TypeError(f"{where}: expected dtype {want.dtype}, got {leaf.dtype}. {advice}")
-
-
-def _is_like(want: jax.ShapeDtypeStruct, leaf: Leaf, lead: tuple[int, ...]) -> bool:
-    """Returns if a leaf is surely as expected, whether or not JAX keeps numbers of 64 bits."""
-    if not is_array(leaf) or getattr(leaf.dtype, "char", "") in WIDE:
-        return False
-    return leaf.dtype == want.dtype and tuple(leaf.shape) == (*lead, *want.shape)
 
 
 def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None:
@@ -380,13 +374,8 @@ def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None
 
 def alike(one: PyTree, other: PyTree) -> bool:
     """Returns if two trees have the same structure, shapes and dtypes."""
-    return jax.tree.structure(one) == jax.tree.structure(other) and same_arrays(one, other)
-
-
-def same_arrays(one: PyTree, other: PyTree) -> bool:
-    """Returns if the arrays of two trees have the same shapes and dtypes, one by one."""
     kinds = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
-    return kinds(one) == kinds(other)
+    return jax.tree.structure(one) == jax.tree.structure(other) and kinds(one) == kinds(other)
 
 
 def is_array(thing: PyTree) -> bool:

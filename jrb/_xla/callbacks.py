@@ -31,7 +31,13 @@ def call_on_host(function: Callable[..., Any], shapes: Any, *arguments: jax.Arra
         flat = (np.ascontiguousarray(leaf).reshape(-1) for leaf in words)
         pairs = zip(flat, specs, strict=True)
         arrays = [leaf.view(spec.dtype).reshape(spec.shape) for leaf, spec in pairs]
-        return [_in_words(np.asarray(leaf)) for leaf in jax.tree.leaves(function(*arrays))]
+        results = []
+        for leaf in map(np.asarray, jax.tree.leaves(function(*arrays))):
+            if leaf.dtype.name in _WIDE:  # does on the host what `_cut` does on the device
+                shape = (*leaf.shape, *(2, 2)[: 1 + np.iscomplexobj(leaf)])
+                leaf = np.ascontiguousarray(leaf).reshape(-1).view(np.uint32).reshape(shape)
+            results.append(leaf)
+        return results
 
     cut = [_cut(leaf) for leaf in arguments]
     sent = jax.eval_shape(lambda: [_cut(jnp.zeros(out.shape, out.dtype)) for out in outs])
@@ -39,13 +45,9 @@ def call_on_host(function: Callable[..., Any], shapes: Any, *arguments: jax.Arra
     return jax.tree.unflatten(structure, map(_merged, received, outs))
 
 
-def _is_wide(spec: Any) -> bool:
-    return spec.dtype.name in _WIDE
-
-
 def _cut(array: jax.Array) -> jax.Array:
     """Returns numbers of 64 bits as uint32 `[..., 2]`, complex ones `[..., 2, 2]`."""
-    if not _is_wide(array):
+    if array.dtype.name not in _WIDE:
         return array
     if jnp.iscomplexobj(array):
         array = jnp.stack([array.real, array.imag], axis=-1)
@@ -54,17 +56,9 @@ def _cut(array: jax.Array) -> jax.Array:
 
 def _merged(words: jax.Array, spec: Any) -> jax.Array:
     """Returns what `_cut` has cut."""
-    if not _is_wide(spec):
+    if spec.dtype.name not in _WIDE:
         return words
     if not jnp.issubdtype(spec.dtype, jnp.complexfloating):
         return lax.bitcast_convert_type(words, spec.dtype)
     parts = lax.bitcast_convert_type(words, jnp.float64)
     return lax.complex(parts[..., 0], parts[..., 1])
-
-
-def _in_words(array: np.ndarray) -> np.ndarray:
-    """Does on the host what `_cut` does on the device."""
-    if not _is_wide(array):
-        return array
-    words = (2, 2) if np.iscomplexobj(array) else (2,)
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint32).reshape(*array.shape, *words)

@@ -72,14 +72,6 @@ def _setting(name: str) -> Callable[[Any], AbstractContextManager[Any]]:
     return getattr(importlib.import_module("jax.experimental"), name) if found is None else found
 
 
-def ambient_mesh() -> Any:
-    """Returns the mesh that was set around this; None without one."""
-    if not HAS_MESH_IN_TYPES:
-        return None
-    mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty else mesh
-
-
 def shard_map(body: Callable[..., Any], mesh: Any, ins: Any, outs: Any) -> Callable[..., Any]:
     """Returns `jax.shard_map` of a body; arguments are brought to where they belong."""
     if not hasattr(jax, "shard_map"):

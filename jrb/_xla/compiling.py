@@ -69,11 +69,6 @@ def standalone_program(function: F) -> F:
     return traced_with(STANDALONE, function)
 
 
-def is_standalone() -> bool:
-    """Returns if the function that is being traced is the program of one verb."""
-    return current_limits() == STANDALONE
-
-
 def entry(function: F) -> F:
     """Wraps a function so that its arguments are admitted, and ranks broadcast in any case."""
 
@@ -100,13 +95,6 @@ def admitted(arguments: Any) -> Any:
         return vary(lax.stop_gradient(leaf), axes) if axes else lax.stop_gradient(leaf)
 
     return jax.tree.map(admit, arguments)
-
-
-def types_of(tree: Any) -> Any:
-    """Returns the types of arrays, with the axes of a mesh that they are on or vary over."""
-    if in_shard_map() or not compat.HAS_MESH_IN_TYPES:
-        return jax.eval_shape(lambda: tree)
-    return jax.tree.map(jax.typeof, tree)  # a hundred times faster
 
 
 def varying_axes(aval: Any) -> Axes:

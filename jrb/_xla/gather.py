@@ -102,10 +102,6 @@ def _put_slices(
     return _put_slice(room, rows, (jnp.zeros_like(starts[0]), *starts)), True
 
 
-def into_scratch(rows: jax.Array) -> jax.Array:
-    return _put_rows(jnp.zeros_like(scratch(rows, *rows.shape)), rows)
-
-
 def from_scratch(room: jax.Array) -> jax.Array:
     return room[:-1]
 
@@ -151,16 +147,14 @@ def loop(
         carry, room = dependencies.loop(trips, turn, start, unroll)
         return carry, from_scratch(room)
 
+    # A new scratch with the rows of each step: XLA sees through it, and none is left.
+    one_more = lambda rows: [(0, 1, 0)] + [(0, 0, 0)] * (rows.ndim - 1)
+    in_new = lambda room, rows: lax.pad(rows, jnp.zeros((), rows.dtype), one_more(rows))
     return lax.platform_dependent(
         carry,
         cpu=functools.partial(run, _put_rows, None),
-        default=functools.partial(run, _put_in_new, max(1, trips)),
+        default=functools.partial(run, in_new, max(1, trips)),
     )
-
-
-def _put_in_new(room: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns a new scratch with these rows; XLA sees through it, and none is left."""
-    return lax.pad(rows, jnp.zeros((), rows.dtype), [(0, 1, 0)] + [(0, 0, 0)] * (rows.ndim - 1))
 
 
 def rows_from(array: jax.Array, first: jax.Array, width: int) -> jax.Array:
@@ -211,8 +205,9 @@ def read_each(gathers: list[Gather]) -> list[Any]:
         return [rows() if is_few else change(rows()) for rows, is_few, change in gathers]
 
     def place(results: list[Any]) -> list[Any]:
+        blank = lambda rows: jnp.zeros_like(scratch(rows, *rows.shape))
         pairs = zip(results, gathers, strict=True)
-        return [into_scratch(rows) if is_few else rows for rows, (_, is_few, _) in pairs]
+        return [_put_rows(blank(rows), rows) if few else rows for rows, (_, few, _) in pairs]
 
     pairs = zip(dependencies.materialize(get, place), gathers, strict=True)
     return [change(from_scratch(rows)) if is_few else rows for rows, (_, is_few, change) in pairs]

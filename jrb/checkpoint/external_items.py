@@ -346,10 +346,10 @@ def restored(
         return attach(buffer, state, view.after(version))
     # Arrays of items begin as zeros; all other arrays of the storage were saved, and are kept.
     items = set(map(id, jax.tree.leaves(buffer.storage.slotted(want.storage))))
-    own = iter(jax.tree.leaves(state.storage))
-    storage = jax.tree.map(
-        lambda leaf: _zeros(leaf) if id(leaf) in items else next(own), want.storage
-    )
+    own, raws = iter(jax.tree.leaves(state.storage)), jax.tree.map(casting.raw_spec, want.storage)
+    zeros = lambda leaf, raw: casting.wrapped(jnp.zeros(raw.shape, raw.dtype), leaf.dtype)
+    zeros_or_saved = lambda leaf, raw: zeros(leaf, raw) if id(leaf) in items else next(own)
+    storage = jax.tree.map(zeros_or_saved, want.storage, raws)
     names, specs = pytree.leaf_names(spec), jax.tree.leaves(spec)
     for rows, leaves in pieces:
         buffers, slots = np.divmod(rows, buffer.capacity)
@@ -374,11 +374,6 @@ def attach(buffer: Buffer, state: BufferState, view: Any) -> Any:
     """Returns the state with rows on the host that are there already."""
     held = functools.partial(buffer.writer.held, buffer.ring, state.writer)
     return state.replace(storage=buffer.storage.attach(buffer.ring, view, held))
-
-
-def _zeros(spec: Any) -> jax.Array:
-    raw = casting.raw_spec(spec)
-    return casting.wrapped(jnp.zeros(raw.shape, raw.dtype), spec.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

@@ -320,7 +320,9 @@ class GroupJob(Job):
             self.parts[name] = job(manifest.path_of(path, name), part, ExtraData(), outward)
         names, self._group = list(self.parts), ProcessGroup()
         if isinstance(buffer, Sharded):  # also over other processes
-            names, self._group = buffer.names(), processes()
+            names, service = buffer.names(), compat.coordination()
+            if service is not None:  # a name for each save, the same in all processes
+                self._group = ProcessGroup(*service, f"jrb/save/{next(_saves)}")
         if isinstance(buffer, Mix | Sharded):
             kind = manifest.MIX if isinstance(buffer, Mix) else manifest.SHARDED
             facts |= {"description": schema.text_of(buffer)}
@@ -466,12 +468,6 @@ class ProcessGroup:
 
 
 _saves = itertools.count()
-
-
-def processes() -> ProcessGroup:
-    """Returns all processes of this program, for one save."""
-    service = compat.coordination()
-    return ProcessGroup() if service is None else ProcessGroup(*service, f"jrb/save/{next(_saves)}")
 
 
 # Items that are not in rows of the state's own leaves.

@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -115,28 +114,38 @@ def write_minari(
     with new_path(target) as folder:
         data = os.path.join(folder, "data")
         os.makedirs(data)
-        # The spaces are known after the last episode; without JPEG the package does not use them.
-        any_space = require("gymnasium.spaces", "minari").Discrete(1)
-        storage = _package().MinariStorage.new(data, any_space, any_space, jpeg_encoding=False)
-        storage.update_episodes(episodes)
-        check(episodes.facts, "write_minari", "at least one episode", "none")
-        serialize = require("minari.serialization", "minari").serialize_space
-        for role, given in spaces.items():
-            name = f"{role}s"
-            space = episodes.space(name) if given is None else given
-            got = {leaf: getattr(each, "shape", None) for leaf, each in _leaf_spaces(name, space)}
-            arrays = episodes.arrays.items()
-            want = {leaf: array.shape[1:] for leaf, array in arrays if within(leaf, name)}
-            expected = f"a space of arrays of the shapes {want}"
-            check(got == want, f"{role}_space", expected, f"one of {got}")
-            about[f"{role}_space"] = serialize(space)
-        counts = episodes.notes.items()
-        about["notes"] = [text.format(n, len(episodes.facts)) for text, n in counts if n]
-        storage.update_episode_metadata(episodes.facts)
-        about = {**storage.read_raw_metadata(data), **about}
-        about = {name: value for name, value in about.items() if value is not None}
-        with open(os.path.join(data, METADATA), "w", encoding="utf-8") as file:
-            json.dump(about, file)
+        _write(data, episodes, spaces, about)
+
+
+def _write(
+    path: str, episodes: "MinariEpisodes", spaces: dict[str, Any], about: dict[str, Any]
+) -> None:
+    """Writes all episodes into a new folder, and then what is known after the last one."""
+    require("PIL.Image", "minari")  # which the package imports later, as what follows
+    require("pyarrow.dataset", "minari")
+    package = require("minari.dataset.minari_storage", "minari")
+    # The spaces are known after the last episode; without JPEG the package does not use them.
+    any_space = require("gymnasium.spaces", "minari").Discrete(1)
+    storage = package.MinariStorage.new(path, any_space, any_space, jpeg_encoding=False)
+    storage.update_episodes(episodes)
+    check(episodes.facts, "write_minari", "at least one episode", "none")
+    serialize = require("minari.serialization", "minari").serialize_space
+    for role, given in spaces.items():
+        name = f"{role}s"
+        space = episodes.space(name) if given is None else given
+        got = {leaf: getattr(each, "shape", None) for leaf, each in _leaf_spaces(name, space)}
+        arrays = episodes.arrays.items()
+        want = {leaf: array.shape[1:] for leaf, array in arrays if within(leaf, name)}
+        expected = f"a space of arrays of the shapes {want}"
+        check(got == want, f"{role}_space", expected, f"one of {got}")
+        about[f"{role}_space"] = serialize(space)
+    counts = episodes.notes.items()
+    about["notes"] = [text.format(n, len(episodes.facts)) for text, n in counts if n]
+    storage.update_episode_metadata(episodes.facts)
+    about = {**storage.read_raw_metadata(path), **about}
+    about = {name: value for name, value in about.items() if value is not None}
+    with open(os.path.join(path, METADATA), "w", encoding="utf-8") as file:
+        json.dump(about, file)
 
 
 class MinariEpisodes:
@@ -300,13 +309,6 @@ def _derived(name: str, array: Any, bounds: Mapping[str, tuple[int, int]]) -> An
     limits = None if dtype.kind in "fc" else np.iinfo(dtype)
     low, high = (limits.min, limits.max) if limits else (-np.inf, np.inf)
     return spaces.Box(np.full(shape, low, dtype), np.full(shape, high, dtype), dtype=dtype)
-
-
-def _package() -> ModuleType:
-    """Returns the package's module of storages, all that it may import later being there."""
-    for name in ("PIL.Image", "pyarrow.dataset"):
-        require(name, "minari")
-    return require("minari.dataset.minari_storage", "minari")
 
 
 def _leaf_spaces(name: str, space: Any) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -50,8 +49,10 @@ class Layout:
         Raises:
             ValueError: no such axis, or one whose devices cannot have as many shards each.
         """
-        mesh = compat.ambient_mesh() if self.mesh is None else self.mesh
+        mesh = self.mesh
         if mesh is None:
+            mesh = jax.sharding.get_abstract_mesh() if compat.HAS_MESH_IN_TYPES else None
+        if mesh is None or mesh.empty:
             return None
         if self.axis not in mesh.shape:
             raise ValueError(
@@ -73,10 +74,6 @@ class Layout:
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
         indices = sharding.addressable_devices_indices_map((self.shards,))
         return {device: numbers[index[0]] for device, index in indices.items() if index is not None}
-
-    def numbers_here(self) -> list[int]:
-        """Returns the numbers of the shards of this process."""
-        return sorted({number for group in self.groups().values() for number in group})
 
     def is_inside(self) -> bool:
         """Returns True if a `jax.shard_map` over the axis is around this: arguments are parts."""
@@ -196,41 +193,3 @@ def _call(
         axis = layout.axis
         numbers = numbers + lax.axis_index(axis) * count
     return body(LocalShards(numbers, axis), *static, *arrays)
-
-
-# A mesh without its devices, so that a description can be pickled.
-
-NamedMesh = tuple[str, list[Any], tuple[str, ...], Any]
-"""The platform of the devices of a mesh, their numbers, and the names and types of its axes."""
-
-
-def named_mesh(mesh: jax.sharding.Mesh | None) -> NamedMesh | None:
-    """Returns which mesh it is."""
-    if mesh is None:
-        return None
-    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices).tolist()
-    return mesh.devices.flat[0].platform, ids, tuple(mesh.axis_names), mesh.axis_types
-
-
-def mesh_of(named: NamedMesh | None) -> jax.sharding.Mesh | None:
-    """Returns the mesh of these devices of this program.
-
-    Raises:
-        ValueError: it has no such devices.
-    """
-    if named is None:
-        return None
-    platform, ids, names, types = named
-    try:
-        devices = {device.id: device for device in jax.devices(platform)}
-    except RuntimeError:  # no such platform
-        devices = {}
-    missing = sorted({*np.ravel(ids).tolist()} - devices.keys())
-    if missing:
-        raise ValueError(
-            f"mesh: expected the devices {missing} of {platform!r} that it was made of, got "
-            f"a program with {sorted(devices)}. Pickle the description with mesh=None, and give it "
-            "a mesh where it is used: dataclasses.replace(sharded, mesh=mesh)."
-        )
-    chosen = np.vectorize(devices.get, otypes=[object])(np.array(ids))
-    return jax.sharding.Mesh(chosen, names, axis_types=types)

@@ -16,7 +16,7 @@ from jrb._util import casting, checks, display, pytree
 from jrb._util.pytree import Leaf, PyTree
 from jrb.buffer import ReplayBuffer, draw_arguments
 from jrb.sharding import joint, mesh
-from jrb.sharding.mesh import Cut, Cuts, Layout, NamedMesh, mesh_of, named_mesh
+from jrb.sharding.mesh import Cut, Cuts, Layout
 from jrb.state import BufferState, Sample, check_origin, origin_of
 from jrb.types import Item, ShardedSampler
 
@@ -113,7 +113,12 @@ class Sharded:
         return display.tree_html(self)
 
     def __reduce__(self) -> Any:
-        return _unpickled, (self.buffer, self.shards, named_mesh(self.mesh), self.axis)
+        named = None
+        if self.mesh is not None:  # without its devices, which cannot be pickled
+            ids = np.vectorize(lambda device: device.id, otypes=[int])(self.mesh.devices).tolist()
+            platform = self.mesh.devices.flat[0].platform
+            named = platform, ids, tuple(self.mesh.axis_names), self.mesh.axis_types
+        return _unpickled, (self.buffer, self.shards, named, self.axis)
 
     def __post_init__(self) -> None:
         if not isinstance(self.buffer, ReplayBuffer):
@@ -513,9 +518,28 @@ class Sharded:
             )
 
 
-def _unpickled(buffer: ReplayBuffer, shards: int, mesh: NamedMesh | None, axis: str) -> Sharded:
-    """Makes the description, on the devices of this program that have the same numbers."""
-    return Sharded(buffer, shards, mesh_of(mesh), axis)
+def _unpickled(buffer: ReplayBuffer, shards: int, named: Any, axis: str) -> Sharded:
+    """Makes the description, on the devices of this program that have the same numbers.
+
+    `named` is the platform of the mesh's devices, their numbers, and the names and types of its
+    axes; None without a mesh.
+    """
+    if named is None:
+        return Sharded(buffer, shards, None, axis)
+    platform, ids, names, types = named
+    try:
+        devices = {device.id: device for device in jax.devices(platform)}
+    except RuntimeError:  # no such platform
+        devices = {}
+    missing = sorted({*np.ravel(ids).tolist()} - devices.keys())
+    if missing:
+        raise ValueError(
+            f"mesh: expected the devices {missing} of {platform!r} that it was made of, got "
+            f"a program with {sorted(devices)}. Pickle the description with mesh=None, and give it "
+            "a mesh where it is used: dataclasses.replace(sharded, mesh=mesh)."
+        )
+    chosen = np.vectorize(devices.get, otypes=[object])(np.array(ids))
+    return Sharded(buffer, shards, jax.sharding.Mesh(chosen, names, axis_types=types), axis)
 
 
 def _axis_of_mask(mask: jax.Array | None, axis: int) -> Cut:

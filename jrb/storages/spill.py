@@ -195,7 +195,11 @@ class SpillStorage(StoreArrays):
 
     def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> StoreRows:
         """Returns files full of zeros. Raises if there is no room for them."""
-        checks.divides("device_capacity", self.device_capacity, ring.envs)
+        if self.device_capacity % ring.envs:
+            raise ValueError(
+                f"device_capacity: expected a multiple of num_envs = {ring.envs}, got "
+                f"{self.device_capacity}."
+            )
         return super().make_rows(ring, spec, is_chronological)
 
     @property

@@ -184,7 +184,8 @@ class Unit(abc.ABC):
         MissingMethodError where the state has other arrays: only the unit knows what they say of
         items that are not held any more.
         """
-        others = pytree.unmarked_names(state)
+        nothing: Any = None
+        others = pytree.leaf_names(pytree.mapped_marks(state, lambda mark, value: nothing))
         if others:
             self._lacks("reset", f", as its state has the arrays {others}")
         return dependencies.emptied(state, token)

@@ -127,7 +127,12 @@ def _table(
     if facts is not None and len(schemas) == 1:  # a dataset that was written as a whole
         if any(len(fact) != len(ends) for fact in facts.values()):
             raise DamagedError(f"{source}: expected facts of {len(ends)} episodes, got others.")
-        cut = _without_valid(source, columns, ends)
+        cut = None
+        if VALID in columns:  # which `Dataset` adds again from what it tells
+            valid = tabular.is_set(columns.pop(VALID)[:])
+            where, expected = f"{source}: leaf '{VALID}'", "True but for last steps of episodes"
+            check(np.delete(valid, ends - 1).all(), where, expected, "others")
+            cut = ~valid[ends - 1] & ~columns[TERMINATED][ends - 1]
         return Table(columns, ends, facts, metadata, notes, cut=cut)
     last = np.flatnonzero(is_last(env, writer))
     if num_running := int((~(columns[TERMINATED] | columns[TRUNCATED])[last]).sum()):
@@ -135,13 +140,3 @@ def _table(
     metadata["writers"] = [name for name, _ in sealed]
     facts = {"env": env[ends - 1], "writer": writer[ends - 1]}
     return Table(columns, ends, facts, metadata, notes)
-
-
-def _without_valid(source: str, columns: dict[str, Any], ends: np.ndarray) -> np.ndarray | None:
-    """Takes `next/valid`, which `Dataset` adds again, out of columns; returns what it tells."""
-    if VALID not in columns:
-        return None
-    valid = tabular.is_set(columns.pop(VALID)[:])
-    where, expected = f"{source}: leaf '{VALID}'", "True but for last steps of episodes"
-    check(np.delete(valid, ends - 1).all(), where, expected, "others")
-    return ~valid[ends - 1] & ~columns[TERMINATED][ends - 1]
