@@ -274,6 +274,8 @@ class ReplayBuffer:
                 f"got {type(self.sampler).__name__}. Build the buffer with "
                 "sampler=jrb.Prioritized()."
             )
+        # Objects have no arrays to look at: how many there are is known only to the storage's own
+        # verbs.
         if self.storage.of_objects and not is_add:
             return eager.write_objects(self, state, items, mask, verb, priorities, donate)
         if not self.storage.of_objects:
@@ -384,6 +386,7 @@ class ReplayBuffer:
         if isinstance(which, Sample):
             check_origin("update_priority", which, self._origin)
             mask = which.mask
+            # One priority for each anchor, or those of the rows, which the unit reduces.
             shapes = [which.indices.shape, *self.unit.priority_shapes(mask.shape)]
         else:
             which = checks.indices("update_priority", which)
@@ -501,6 +504,7 @@ class ReplayBuffer:
             self.writer.check_edit("set", frozenset())
             return eager.edit(self, state, which, checks.objects("set", values, lead[0]))
         spec = self.storage.spec(state.storage)
+        # Values may be for all rows of windows, `[B, L, ...]`, and not only for their anchors.
         if isinstance(where, Sample) and self.unit.row_steps is not None:
             which, lead = self._rows_of_windows(where, spec, values)
         named = self._values("set", spec, values, lead)
@@ -594,6 +598,7 @@ class ReplayBuffer:
                 f"{type(self.writer).__name__}. in_order gives single slots."
             )
         occupancy, shape = self.writer.held(self.ring, state.writer), (n, *self._lead())
+        # Rows ago, from the oldest of the n to the newest, 0.
         age = jnp.arange(n - 1, -1, -1, dtype=jnp.int32)[:, None]
         if self.writer.is_chronological:
             is_held = age < occupancy.rows(self.ring)[None]
@@ -748,6 +753,7 @@ class ReplayBuffer:
         if not leads:
             return sample, (sample.indices.size,)
         shapes = self.unit.priority_shapes(sample.mask.shape)
+        # With burn-in or without: both are shapes that the unit takes.
         lead = leads[0] if leads[0] in shapes else sample.mask.shape
         if not self.writer.generation_is_lap:
             raise TypeError(
@@ -867,6 +873,7 @@ def from_items(
         raise ValueError("from_items: expected at least one item, got none.")
     size = length * (num_envs or 1) if capacity is None else capacity
     buffer = ReplayBuffer(capacity=size, num_envs=num_envs, **parts)
+    # A writer that refuses writes is filled by the one that it stands for: the states are the same.
     target = dataclasses.replace(buffer, writer=buffer.writer.writable())
     if of_objects:
         return buffer, target.extend(target.init(None), data)

@@ -121,6 +121,7 @@ def doctor(step: Callable[..., Any], *args: Any) -> Report:
     is_dynamic = [
         any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(a)) for a in args
     ]
+    # Other arguments, such as descriptions, are closed over: `jit` would refuse them.
     dynamic = [index for index, wanted in enumerate(is_dynamic) if wanted]
 
     def call(*arrays: Any) -> Any:
@@ -133,6 +134,7 @@ def doctor(step: Callable[..., Any], *args: Any) -> Report:
     with_state = tuple(n for n, one in enumerate(arrays) if states_in(one))
     names = _names(step, args)
     compiled = jax.jit(call, donate_argnums=with_state)
+    # The program is searched before XLA has optimized it, as only then operations have lines.
     closed, result = jax.make_jaxpr(call, return_shape=True)(*arrays)
     with warnings.catch_warnings():  # a state that is only read cannot be donated
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
@@ -178,6 +180,8 @@ def _shapes(arrays: Any) -> set[tuple[int, ...]]:
     for state in states_in(arrays):
         for leaf in jax.tree.leaves(state):
             for axes in range(state.edits.ndim + 1):
+                # An array with an entry for every second slot, at least: others cost nothing to
+                # copy.
                 if state.ring is None or leaf.size >= state.ring.capacity // 2:
                     shapes.add(_plain(leaf.shape[axes:]))
     return shapes - {()}
@@ -187,6 +191,7 @@ def _not_donated(step: Any, args: tuple, names: list[str], result: Any) -> Itera
     """Finds arguments with a state that a compiled step returns anew, and does not donate."""
     if not states_in(result) or not hasattr(step, "lower"):
         return
+    # As the user has compiled it: `call` above donates all states.
     info = step.lower(*args).args_info[0]
     for name, argument, told in zip(names, args, info, strict=False):
         donated = [leaf.donated for leaf in jax.tree.leaves(told)]
@@ -215,6 +220,7 @@ def _frames(eqn: Any) -> Iterator[tuple[str, str]]:
 
 def _constants(closed: Any) -> Iterator[Finding]:
     """Finds large arrays that a program, or one that it calls, has as constants."""
+    # Reversed, so that the first operation that uses a constant stays in the dict.
     used_by = {var: eqn for eqn in reversed(closed.jaxpr.eqns) for var in _variables(eqn.invars)}
     for var, array in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         nbytes = getattr(array, "nbytes", 0)
@@ -271,6 +277,7 @@ class _Search:
             var: (0, self._array(var, it)) for var, it in zip(jaxpr.invars, labels, strict=True)
         }
         self._run(jaxpr, known, line)
+        # An array that is returned as it was, although something writes to it.
         results = {id(known[var][1]) for var in _variables(jaxpr.outvars) if var in known}
         for array in self._arrays:
             for number, earlier, where, writes in array.uses:
@@ -280,6 +287,8 @@ class _Search:
                     problem = "is returned, and written to"
                     self._add(array, problem, where, "Return only the state after the write")
                 for other, _, other_where, _ in array.uses:
+                    # A read that is neither before the write by data, nor the write itself: XLA
+                    # keeps a copy.
                     if other != number and not earlier >> other & 1:
                         problem = f"is used here, and in no certain order written to at {where}"
                         self._add(array, problem, other_where, _ORDER)
@@ -327,6 +336,8 @@ class _Search:
     ) -> list[tuple[int, _Array | None]]:
         """Notes what an operation reads and writes; returns what its results come after."""
         earlier, number = _union(ins), self._count
+        # Numbers of operations are bits: what comes before one is the union of what its operands
+        # do.
         self._count += 1
         origin = self._origins(eqn, ins, line)
         for position, (_, array) in enumerate(ins):
@@ -374,6 +385,7 @@ class _Search:
             return others
         inner = labels[skipped:] if name == "while" else labels
         _Search(self._shapes, self._found).program(body, inner, line)
+        # A loop that passes an array on unchanged only reads it.
         changes = [body.invars[first + n] is not body.outvars[n] for n in range(count)]
         carried = [(skipped + first + n, changed) for n, changed in enumerate(changes)]
         return [*carried, *others[count:]]
@@ -383,6 +395,7 @@ def _of_branches(branches: list[Any], number: int) -> tuple[int | None, bool]:
     """Returns the operand of a `cond` in whose memory a result lies, and whether that changes."""
     outs = [branch.outvars[number] for branch in branches]
     for position in range(len(branches[0].invars)):
+        # Unchanged in all branches: it is read. In some: one of them writes to it.
         same = [out is branch.invars[position] for out, branch in zip(outs, branches, strict=True)]
         if any(same):
             return position + 1, not all(same)
@@ -417,6 +430,8 @@ def _run(compiled: Any, arrays: list[Any], with_state: tuple[int, ...]) -> tuple
     for _ in range(_CALLS + 1):
         left, given = list(results), list(arrays)
         for index in with_state:
+            # The state that the last call returned, known by its structure and shapes; each is used
+            # once.
             new = [one for one in left if _shapes_of(one) == _shapes_of(arrays[index])]
             given[index] = new[0] if new else jax.tree.map(jnp.copy, arrays[index])
             left = [one for one in left if not new or one is not new[0]]

@@ -129,11 +129,13 @@ def from_gymnasium(
     action = _zeros_of_space(getattr(env, f"{vector}action_space"), "action")
     if num_envs is not None:
         mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
+        # Versions of gymnasium spell it as an enum, its name or its value.
         if str(getattr(mode, "name", mode)).upper().replace("_", "") in ("NONE", "NEXTSTEP"):
             options = {"writer": PerEnvironment()} | options
     example = transition(
         observation, action, observation, jnp.zeros(()), jnp.zeros((), bool), jnp.zeros((), bool)
     )
+    # What the user says comes last, and wins.
     options = {"num_envs": num_envs, "cast": True} | options
     return ReplayBuffer.rounded(capacity, **options), example | dict(extra or {})
 

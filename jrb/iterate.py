@@ -91,6 +91,7 @@ def epochs(
     checks.key(key)
     sampler, origin = WithoutReplacement(drop_last=drop_last), origin_of(buffer)
     buffer = dataclasses.replace(buffer, sampler=sampler, batch_size=batch_size)
+    # The sampler is another one, so that epochs do not depend on the buffer's own.
     state = state.replace(sampler=sampler.init(buffer.ring))
     context = context_of(buffer, state.writer)
     if state.edits.ndim:

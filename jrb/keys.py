@@ -112,6 +112,8 @@ class Keys:
             prefix, leaves = path_name(path), leaves_at(item, path)
             every = leaves.get(f"{prefix}/__all__")
             for name, flag in (leaves if every is None else {prefix: every}).items():
+                # By agent over all three flags: `terminated/a` and `truncated/a` are of the same
+                # one.
                 agent, is_end = name[len(prefix) :], is_set(flag)
                 agents[agent] = agents[agent] | is_end if agent in agents else is_end
         own = [agents.pop("")] if "" in agents else []
@@ -124,6 +126,7 @@ class Keys:
         Only entries in a container of something that is named here, or in none, are considered.
         """
         paths = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        # Elsewhere a leaf called `done` may be anything, such as a part of the observation.
         containers = {"", *(path_name(path).rpartition("/")[0] for path in paths)}
         played = [path_name(path) for path in paths if lookup(item, path) is not None]
         seen, unnamed = path_name(self.observation).rpartition("/")[2], {}
@@ -149,6 +152,7 @@ class Keys:
         roles = (self.reward, self.done, self.terminated, self.truncated, self.next_observation)
         names = [path_name(role).removesuffix("/__all__") for role in roles]
         if isinstance(self.next_observation, tuple) and len(self.next_observation) > 1:
+            # All that is in `next` came after the action, also leaves of the user's own.
             container = path_name(self.next_observation[:-1])
             before = (path_name(self.observation), path_name(self.action))
             names += [container] * (not any(within(role, container) for role in before))
@@ -219,6 +223,7 @@ def lookup(item: PyTree, path: Path | None) -> Any:
         elif hasattr(item, "_fields"):  # a named tuple has methods too
             item = getattr(item, name) if name in item._fields else None
         else:
+            # Arrays have attributes such as `real`, which are no leaves.
             item = None if hasattr(item, "dtype") else getattr(item, name, None)
             item = None if callable(item) else item
     return item
@@ -296,6 +301,7 @@ def episode_changes(
     last = lax.cummax(jnp.where(written, row, -1) + jnp.zeros_like(env), axis=0)
     earlier = jnp.concatenate([jnp.full_like(last[:1], -1), last[:-1]])
     number = lambda at: jnp.where(at < 0, before, numbers[jnp.maximum(at, 0), env])
+    # Compared with the row before of the same environment that was not masked.
     changed = written & (numbers != number(earlier))
     at = jnp.where(changed & (earlier >= 0), earlier, length)
     cuts = jnp.zeros(numbers.shape, jnp.bool_).at[at, env].set(True, mode="drop")

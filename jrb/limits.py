@@ -71,6 +71,7 @@ class SampleToInsert:
             raise ValueError(f"min_size: expected less than 2^31, got {self.min_size}.")
         if not self._fraction:
             raise ValueError(f"ratio: expected at least 0.001, got {self.ratio}.")
+        # One item owes `ratio` samples at once: with less room neither side could ever move.
         if self.tolerance < max(1, self.ratio):
             raise ValueError(
                 f"tolerance: expected at least {max(1, self.ratio)}, or neither adding nor "
@@ -122,7 +123,10 @@ class SampleToInsert:
         """
         count = _counted(count)
         missing = jnp.minimum(self.min_size - counters.inserted, count)
+        # Twice the tolerance is never reached by allowed calls; beyond it nothing has to be
+        # counted.
         room = 2 * self._most - counters.balance
+        # Cut before it is multiplied, so that the product stays within int32.
         owed = jnp.minimum(count - missing, room // self._fraction.numerator + 1)
         balance = counters.balance + owed * self._fraction.numerator
         return Counters(inserted=counters.inserted + missing, balance=balance)

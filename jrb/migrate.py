@@ -138,6 +138,7 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
     size = max(1, min(2 * _PIECE // max(1, pytree.nbytes(spec) * envs), int(counts.max())))
     for start in range(0, int(counts.max()), size):
         row = np.arange(start, start + size)
+        # Rows beyond the last are masked: any slot in range will do.
         slots = np.minimum(row, ring.rows - 1)[:, None] * envs + np.arange(envs)
         slots = slots[:, 0] if old.num_envs is None else slots
         mask = row[:, None] < counts  # of each environment, where it has its own clock
@@ -166,6 +167,7 @@ def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _
     if not buffer.writer.is_chronological:
         best = np.asarray(buffer.writer.best(old, state.writer, target.capacity))
         order = np.asarray(buffer.in_order(state)[0])
+        # In the order in which they were written, as the new writer may keep that.
         slots = order[np.isin(order, best)][: len(best), None]
         if target.writer.is_chronological:
             slots = slots[len(slots) % new.envs :].reshape(-1, new.envs)

@@ -154,6 +154,7 @@ class Mix:
                 they are scaled); parts whose data differ; a buffer with nothing to draw (outside
                 `jit`; inside, its part of `mask` is False).
         """
+        # Each buffer draws a whole batch then, of which most is thrown away.
         wasteful = [sampler for sampler in self._samplers if sampler.consumes]
         if proportions is not None and wasteful:
             raise ValueError(
@@ -166,6 +167,7 @@ class Mix:
         self, states: States, key: jax.Array, batch_size: int | None, beta: Any, proportions: Any
     ) -> tuple[States, Sample]:
         size, beta = draw_arguments(self.batch_size, key, batch_size, beta)
+        # One more, by which parts are chosen if proportions are traced.
         keys = jax.random.split(key, len(self.buffers) + 1)
         if proportions is None:
             counts = self._counts(size)

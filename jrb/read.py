@@ -199,6 +199,8 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
     every = []
     for env, count in enumerate(counts):
         last = np.flatnonzero(ends[:count, env])
+        # From one end to the next; `unique` drops the empty run behind an end that is the newest
+        # row.
         edges = np.unique(np.concatenate([[0], last + 1, [count]]))
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             run = (slice(start, stop), env)
@@ -207,6 +209,7 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
                 environment=env,
                 return_=jax.tree.map(lambda leaf, run=run: leaf[run].sum(0, np.float64), rewards),
                 ended=bool(ends[stop - 1, env]),
+                # Only the oldest episode of an environment can have lost its first rows.
                 cut=start == 0 and bool(lost[env]),
                 _buffer=buffer,
                 _state=state,
@@ -296,6 +299,7 @@ def anchors_in_order(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarr
 @jax.jit
 def _anchors(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
+    # A fixed shape: the number of anchors is known on the device only.
     rank = jnp.minimum(jnp.arange(buffer.capacity, dtype=jnp.int32), anchors.count - 1)
     return *anchors.nth(jnp.maximum(rank, 0), jax.random.key(0)), anchors.count
 

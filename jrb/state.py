@@ -157,6 +157,7 @@ def origin_of(buffer: "Buffer") -> str:
 
 def _value_text(value: Any) -> str:
     """Returns a text that is the same for equal values."""
+    # NumPy's numbers and Python's are equal, and must give one text.
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, int | float):  # True == 1 == 1.0

@@ -78,6 +78,7 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
             pa.field(name, pa.fixed_shape_tensor(kind, shape) if shape else kind, metadata=metadata)
         )
     schema = pa.schema(fields)
+    # Batches of 32 MB: items are copied from the device one batch at a time.
     row_bytes = pytree.nbytes(jax.tree.map(casting.raw_spec, spec))
     size = chunks or max(1, (32 << 20) // max(row_bytes, 1))
 
@@ -134,6 +135,7 @@ def _facts(who: str, buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarr
     if buffer.writer.is_chronological:
         facts["environment"] = slots % buffer.ring.envs
     if read.has_episodes(buffer, state):
+        # By slot, as episodes name slots in an order of their own.
         number, step = np.zeros((2, buffer.capacity), np.int32)
         for count, each in enumerate(read.episodes(buffer, state)):
             number[each.slots], step[each.slots] = count, np.arange(len(each), dtype=np.int32)
@@ -165,6 +167,7 @@ def _leaves(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Colu
 def _plain(dtype: DType) -> np.dtype:
     """Returns the dtype of NumPy that holds the values of another in a table."""
     dtype = np.dtype(dtype)
+    # 1: a dtype that NumPy itself has, which Arrow and pandas know too.
     if dtype.isbuiltin == 1:
         return dtype
     if jax.numpy.issubdtype(dtype, np.floating):
@@ -187,6 +190,7 @@ def _arrow_array(pa: Any, kind: Any, leaf: np.ndarray) -> Any:
     if len(shape) == 1:
         return flat
     stored = kind.storage_type
+    # Without a copy: the list has no offsets, as all rows are of one length.
     lists = pa.Array.from_buffers(stored, len(leaf), [None], children=[flat])
     return pa.ExtensionArray.from_storage(kind, lists)
 

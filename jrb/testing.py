@@ -96,6 +96,8 @@ def _rows(example: SpecKey, lead: tuple[int, ...], total: jax.Array) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.broadcast_to(jax.random.key((total * 1000).astype(jnp.uint32)), shape)
         count = jnp.arange(int(np.prod(shape)), dtype=jnp.float32).reshape(shape)
+        # Computed from a number that XLA does not know: a constant row is folded into reads, and
+        # copied.
         wave = jnp.abs(jnp.sin(total + count)) * 100
         return wave > 90 if leaf.dtype == jnp.bool_ else wave.astype(leaf.dtype)
 
@@ -130,6 +132,7 @@ def growth(make: Make, example: Item, step: Step, agents: int | None = None) -> 
         sizes.append(make(capacity).nbytes(example) * (agents or 1))
         scan = _compiled_scan(make(capacity), example, step, agents)
         temps.append(scan.memory_analysis().temp_size_in_bytes)
+        # Small enough to be sure: the second compilation is spared.
         if temps[0] < 0.01 * (sizes[0] * 3 / 4):
             return temps[0] / (sizes[0] * 3 / 4)
     return (temps[0] - temps[1]) / (sizes[0] - sizes[1])
@@ -159,6 +162,7 @@ def _compiled_scan(buffer: ReplayBuffer, example: Item, step: Step, agents: int 
 def check_description(make: Make) -> None:
     """Checks that equal descriptions hash equal, pickle, and do not retrace as arguments."""
     one = make(64)
+    # Two buffers over files have two paths, and are not equal.
     other = dataclasses.replace(one) if isinstance(one.storage, HostStorage) else make(64)
     _expect(one == other and hash(one) == hash(other), "equal descriptions hash equal")
     _expect(pickle.loads(pickle.dumps(one)) == one, "a description pickles")
@@ -202,6 +206,7 @@ def check_on_host(make: Make, example: Item) -> None:
         state, other = buffer.init(example), plain.init(example)
         old = state
         for number, key in enumerate(keys):
+            # The state before the last write, which must be refused afterwards.
             old = state
             state, sample = step(state, jnp.float32(number), key)
             other, expected = twin(other, jnp.float32(number), key)
@@ -277,6 +282,7 @@ def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
     mask = jnp.ones(slots.shape, jnp.bool_)
     plan = buffer.unit.plan_read(context, state.unit, slots, mask, jax.random.key(11))
     names = pytree.leaf_names(buffer.stored(state))
+    # A unit that reads its anchors only need not know of ends.
     if any((slots != plan.where(name).T).any() for name in names):
         is_ordered = buffer.writer.is_chronological
         newest = buffer.newest(state, 1)[0] if is_ordered else jnp.zeros(0, jnp.int32)
@@ -324,6 +330,7 @@ def check_options(buffer: ReplayBuffer, example: Item) -> None:
         chances = np.asarray(batch.probabilities, np.float64)[own][first]
         expected = own.sum() * chances
         chi = float((np.square(counts - expected) / expected).sum())
+        # Chi-square has a variance of twice its degrees of freedom: six standard deviations.
         most = slots.size + 6 * np.sqrt(2 * slots.size)
         _expect(
             chi < most, "anchors are drawn as often as their probabilities say", f"chi {chi:.0f}"
@@ -470,6 +477,7 @@ def check_in_place(make: Make, example: Item) -> None:
 
     for step in (add_sample, draw_add):
         for agents in (None, 4):
+            # Under `vmap` too, where XLA turns slices into scatters and branches into selects.
             grown = growth(make, example, step, agents)
             if grown < 0.01:
                 continue
@@ -487,6 +495,7 @@ def check_in_place(make: Make, example: Item) -> None:
 def _copies(make: Make, example: Item, step: Step, agents: int | None) -> list[str]:
     """Returns the shapes of copies in the program that have as many entries as slots, or more."""
     text = _compiled_scan(make(2**13), example, step, agents).as_text()
+    # In XLA's text a copy is `%copy.1 = f32[8192,16]{1,0} copy(%x)`.
     shapes = re.findall(r"= (\w+\[[\d,]+\])\S* copy\(", text)
     size = lambda shape: np.prod([int(axis) for axis in re.findall(r"\d+(?=[,\]])", shape)])
     return sorted(shape for shape in shapes if size(shape) >= 2**13)
@@ -586,6 +595,7 @@ def _expect_equal(got: np.ndarray, want: np.ndarray, where: str) -> None:
     differs = got != want
     if jnp.issubdtype(got.dtype, jnp.floating):
         wide = np.float64
+        # In float64, where bfloat16 and float32 are exact.
         differs &= ~np.isclose(got.astype(wide), want.astype(wide), 1e-6, 1e-7, equal_nan=True)
     if differs.any():
         at = tuple(map(int, np.argwhere(differs)[0])) if got.ndim else ()

@@ -156,6 +156,7 @@ def save_snapshot(
     out: Outward = _PLAIN,
 ) -> int:
     """Saves now, and returns the number of the generation. Writes of other threads wait."""
+    # Rows on the host are not overwritten by other threads until all of them are written.
     with saving.reading(saved), _new_job(path, saved, keep, extra, out) as job:
         job.open(copy=False)
         return job.finish(keep)
@@ -203,6 +204,8 @@ class Save:
             with saving.reading(saved):
                 self._job = _new_job(path, saved, self._keep, extra, out)
                 self._job.open(copy=True)
+                # A commit syncs files and writes one: it is done here, and nothing has to be
+                # copied.
                 is_commit = saved.lies_at(path)
                 if is_commit:
                     self._finish()
@@ -519,6 +522,7 @@ def _settled(path: Path) -> str:
     """Returns the path, absolute, when nothing is under way for it."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected a path, got {path!r}. The order is (path, buffer, state).")
+    # First, as a relative path means another folder after a `chdir`.
     absolute = files.absolute(path)
     settle(absolute)
     return absolute

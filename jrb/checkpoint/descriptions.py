@@ -124,6 +124,7 @@ def without_mesh(buffer: Any) -> Any:
 
 def encode(value: Any) -> Json:
     """Returns a description as JSON."""
+    # NumPy's numbers become Python's, which JSON knows.
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -157,6 +158,7 @@ def decode(node: Json, where: str = "buffer") -> Any:
             "its module first, or pass load(path, buffer=...)."
         )
     fields = {key: decode(part, f"{where}.{key}") for key, part in node["fields"].items()}
+    # After `upgraded`, so what differs here is no rename that is known.
     if fields.keys() != {field.name for field in dataclasses.fields(cls)}:
         raise UnknownError(
             f"{where}: {node['part']} has other fields than it had when it was saved, "
@@ -300,6 +302,7 @@ def upgraded(node: Json) -> Json:
     removed, fields = _REMOVED.get(name, {}), {}
     encoded: dict[str, Json] = node["fields"]
     for old, value in encoded.items():
+        # A class that still has the old name is not ours, or has not been renamed.
         new = names.get(old, old)
         if old in own or new in own:
             key = old if old in own else new

@@ -94,6 +94,7 @@ class Inward:
 
 
 def _name_of(hook: Any) -> str:
+    # The arguments of a partial may be anything, and are not compared.
     while isinstance(hook, functools.partial):
         hook = hook.func
     return descriptions.name_of(hook)
@@ -130,6 +131,7 @@ class Items:
 
     def take(self, rows: np.ndarray) -> Any:
         """Returns the items of rows `[K]`; those of several buffers ascend."""
+        # Row v * N + s is slot s of buffer v.
         buffers, slots = np.divmod(rows, self._saved.buffer.capacity)
         numbers = np.unique(buffers) if len(rows) else [0]
         parts = [self._leaves(int(number), slots[buffers == number]) for number in numbers]
@@ -190,6 +192,7 @@ class EncodedRows(StateRows):
 
     def witnesses(self, store: Store, rows: np.ndarray) -> np.ndarray:
         """Returns the newest rows and some others, of which another function changes most."""
+        # A function that has changed, under the same name, shows in recent items first.
         newest = rows[np.argsort(store.numbers(rows), kind="stable")[-256:]]
         return np.union1d(newest, rows[:: max(1, len(rows) // 256)])
 
@@ -394,6 +397,7 @@ def _put(
     context, put = steps.context_of(buffer, writer), buffer.storage.edit
     twins: dict[str, str] = {}
     if isinstance(buffer.storage, DeviceStorage) and buffer.storage.share_next_observations:
+        # A shared next observation has no row of its own to be put into.
         twins = shared_leaves(buffer.storage.spec(storage), buffer.keys)
     own = {name: leaf for name, leaf in values.items() if name not in twins}
     if twins:
@@ -422,6 +426,7 @@ def kept_form(saved: Snapshot) -> dict[str, Any]:
             "items: expected a single state with items=False, got states under vmap. Save them one "
             "by one, or with their items."
         )
+    # The order in which `jrb.items` gives them, which the user will hand back.
     slots = in_order(saved.plain, saved.state.writer)
     form: dict[str, Any] = {"kind": KEPT, "count": len(slots)}
     if not saved.plain.storage.of_objects:

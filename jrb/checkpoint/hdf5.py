@@ -129,6 +129,7 @@ def is_own(path: str) -> bool:
 def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
     buffer, spec = saved.buffer, saved.spec
     occupancy = buffer.writer.held(buffer.ring, saved.state.writer)
+    # Oldest first; what is not held is not written, so that the file is as large as its items.
     slots = np.asarray(occupancy.nth(buffer.ring, jnp.arange(int(occupancy.size), dtype=jnp.int32)))
     # Items of a writer without order of time are no rows of environments, but one stream.
     slots = slots.reshape(-1, buffer.ring.envs if buffer.writer.is_chronological else 1)
@@ -177,6 +178,7 @@ def _names(spec: Item) -> list[str]:
 def _put(group: h5py.Group, name: str, leaf: Any, dtype: Any, options: dict[str, Any]) -> None:
     """Writes a dataset, as integers where HDF5 has no such dtype."""
     array = np.ascontiguousarray(leaf).reshape(leaf.shape)
+    # 2: registered by a library, such as bfloat16, which h5py would store as opaque bytes.
     if array.dtype.kind not in "biufc" or array.dtype.isbuiltin == 2:
         array = array.view(f"u{array.itemsize}")
     options = options if array.size and array.shape else {}  # HDF5 refuses filters for others
@@ -215,6 +217,7 @@ def _read(
     specs = schema.with_tree_leaves(want)
     arrays = []
     for name, leaf in schema.by_name(specs).items():
+        # A copy: JAX may use the memory of NumPy's array in place, and the state may be donated.
         raw = jnp.array(_array(file, f"state/{name}", leaf, [()]), copy=True)
         arrays.append(casting.wrapped(raw, leaf.dtype))
     parts = schema.with_trees(want, jax.tree.unflatten(jax.tree.structure(specs), arrays))
@@ -259,6 +262,7 @@ def _array(group: h5py.Group, name: str, spec: Any, leads: list[tuple[int, ...]]
     """
     path, raw, inner = group.file.filename, casting.raw_spec(spec), cast(Any, group)
     for part in name.split("/"):
+        # A soft or external link could name any file of the machine.
         is_link = not isinstance(inner.get(part, getlink=True), h5py.HardLink | None)
         inner = None if is_link else inner[part]
         if inner is None:
@@ -308,6 +312,7 @@ def _items(
     """Returns the items in order of time, `[T, E, ...]`, leaf by leaf; keys as their words."""
     environments, lengths = np.asarray(about["trajectories"], np.int64).reshape(-1, 2).T
     envs = buffer.ring.envs if buffer.writer.is_chronological else 1
+    # Whoever forges the metadata cannot make rows of environments overlap.
     counts = np.bincount(environments, lengths, envs)
     if len(counts) != envs or (counts != about["rows"]).any() or counts.sum() > buffer.capacity:
         raise DamagedError(
@@ -377,6 +382,7 @@ def _check_seal(path: str, progress: Progress = no_progress) -> None:
                 f"{path}: expected a checksum behind its last byte, found none: it was cut short, "
                 "or another program has changed it."
             )
+        # A file shorter than a seal is filled up from the left: its mark is then wrong.
         mark, expected, size = _SEAL.unpack(tail.rjust(_SEAL.size))
         if mark != _MARK or size != whole - _SEAL.size:
             raise DamagedError(f"{path}: found {whole} bytes, of which the last ones are missing.")

@@ -64,6 +64,7 @@ class OpenedCheckpoint:
         one = manifest.part(self.path, self.generation, name)
 
         def promised() -> int | None:
+            # Asked each time, as the whole may have a newer generation by then.
             folder = opening.folder_at(self.path)
             newest = generation.last(folder) if self.promised is None else self.promised()
             named = {} if newest is None else manifest.readable_generations(folder, newest)
@@ -85,6 +86,7 @@ def load(
     if kind not in (manifest.MIX, manifest.SHARDED, manifest.SEVERAL):
         load_to = lambda device: _load(checkpoint, given, example, device, back)
         return narrowed(load_to, path, given is not None, device, back.cast)
+    # Each part is loaded from the generation that the whole names, and not from its newest.
     names = list(manifest.generations(checkpoint.generation))
     buffers = examples = dict.fromkeys(names)
     if kind == manifest.SEVERAL:
@@ -137,6 +139,7 @@ def _load_shards(path: str, whole: Sharded, names: list[str], load_part: Any) ->
 
 def _shaped(path: str, form: Any, parts: dict[str, Any]) -> Any:
     """Returns the dict or tuple that a generation says, of these entries."""
+    # Bounded: a forged file may say a tuple of 10^18 entries.
     numbered = map(str, range(min(form.get("tuple", 0), len(parts) + 1)))
     names = form.get("dict") or form.get("fields") or list(numbered)
     if set(names) != parts.keys():
@@ -280,6 +283,7 @@ def _places(
     locations = checkpoint.generation.leaves if in_rows else {}
     names = {name for name in (*locations, *arrays) if not name.startswith(".")}
     names = {name for name in names if not name.endswith(BEYOND)}
+    # Both ways: a leaf that is missing, and one that nobody asked for.
     odd = sorted(leaves.keys() ^ names)
     if odd:
         raise DamagedError(
@@ -323,6 +327,7 @@ def _fill(
     if first + BEYOND in saved.arrays:  # more rows than there are slots
         target[:, capacity:] = saved.array(first + BEYOND, np.uint8).reshape(buffers, -1, width)
     column = store.table.columns[location.column].leaves
+    # The bytes of the file are those of the array: they are read into it without a copy.
     is_alike = [(leaf.name, leaf.width) for leaf in column] == [(it.name, it.width) for it in own]
     if is_alike and order.envs is None and capacity == target.shape[1]:
         store.read_columns({location.column: target.reshape(store.slots, width)})
@@ -378,8 +383,10 @@ def _without_lost(
     if not lost.size:
         return state
     counts = np.zeros(ring.envs, np.int32)
+    # Of each environment all rows up to the newest one that is lost go, as rings have no gaps.
     np.maximum.at(counts, np.asarray(lost % ring.envs), np.asarray(held.before(ring, lost)) + 1)
     if not buffer.writer.per_env:
+        # One clock for all: rows leave for all environments together.
         counts = np.full_like(counts, counts.max())
     warnings.warn(
         f"{checkpoint.path}: {counts.sum()} of the {int(held.size)} items that generation "

@@ -174,6 +174,7 @@ def is_own(path: str, name: str) -> bool:
 
     Other checkpoints in the folder are not its own.
     """
+    # The folder of a part is ours only if a generation of the whole names it.
     part, _, inner = name.partition("/")
     if not inner or removal.is_of_store(path, name):
         return removal.is_of_store(path, name)
@@ -240,6 +241,7 @@ def damages(path: str, progress: Progress = no_progress) -> list[str]:
                 if isinstance(error, FileNotFoundError):
                     continue
             folders[path_of(path, name)] = None
+    # Parts are checked once each, however many generations of the whole name them.
     first, *others = opening.steps(progress, 1 + len(folders))
     lines = opening.damages(path, first) + lines
     for inner, step in zip(folders, others, strict=True):

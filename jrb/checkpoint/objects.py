@@ -47,6 +47,7 @@ def _packable(value: Any, where: str) -> Any:
     """Returns an object of msgpack's own types, with extension types for tuples and arrays."""
     if value is None or type(value) in (bool, float, str, bytes):
         return value
+    # The range of msgpack; `type` and not `isinstance`, as a subclass would come back as an int.
     if type(value) is int and -(1 << 63) <= value < 1 << 64:
         return value
     if isinstance(value, jax.Array | np.ndarray | np.generic):
@@ -146,6 +147,7 @@ def _unpack(data: Any, device: Device) -> Any:
         if kind == _TUPLE:
             check_json(value, list, "a tuple")
             return tuple(value)
+        # Whoever forges a file chooses all of this.
         check_json(value, [str, [NATURAL], bytes], "an array")
         name, shape, data = value
         return _restored_array(kind, name, shape, data, device)
@@ -162,6 +164,7 @@ def _restored_array(
     except TypeError as error:
         raise ValueError(f"a dtype {name!r}") from error
     spec = casting.raw_spec(jax.ShapeDtypeStruct(tuple(shape), dtype))
+    # A bytearray, so that the array can be written to, as the one that was saved.
     raw = np.frombuffer(bytearray(data), spec.dtype) if data else np.zeros(0, spec.dtype)
     raw = raw.reshape(spec.shape)
     if kind != _JAX:

@@ -118,6 +118,7 @@ class BufferSave(_Args):
     def __post_init__(self) -> None:
         saved = saving.snapshot(self.buffer, self.state)
         with saving.reading(saved):
+            # Made and thrown away: its checks raise here, before Orbax has started a thread.
             saving.job("", saved, ExtraData(), Outward())
         if jax.process_count() > 1:
             raise NotImplementedError(

@@ -154,6 +154,7 @@ def reading(saved: AnySnapshot) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for view in saved.views:
             stack.enter_context(view.rows.drawing())
+            # Else it is an older state, of whose rows some may be overwritten already.
             view.rows.check_newest(view.version)
         yield
 
@@ -263,6 +264,7 @@ class SaveJob(Job):
         except (DamagedError, FileNotFoundError):
             return None
         # Of another description or form, bytes could be equal by chance and mean something else.
+        # Batch size and the like are left out: changing them does not make a save a full one.
         before = descriptions.binding(descriptions.upgraded(meta.get("buffer")))
         is_same = before == descriptions.binding(self._meta["buffer"])
         return last if is_same and meta.get("form") == self._meta["form"] else None
@@ -383,6 +385,7 @@ class GroupJob(Job):
         written: dict[str, list[Any]] = {}
 
         def write(name: str) -> None:
+            # Without expiring older generations: those of the whole still name them.
             number = self.parts[name].write()
             folder = self.parts[name].store.folder
             written[name] = [number, Generation(folder, number).identity]
@@ -560,6 +563,7 @@ def _differ(store: Store, rows: StateRows, which: np.ndarray) -> np.ndarray:
     """Returns which of some rows are not what the store has, bool like `which`."""
     flags = [np.zeros(0, np.bool_)]
     for piece in schema.in_parts(which, rows.width):
+        # Byte by byte, so that NaN is equal to itself and 0.0 differs from -0.0.
         stored = store.take(store.version, [piece] * len(rows.columns))
         differs = np.zeros(len(piece), np.bool_)
         for one, other in zip(rows.take(piece), stored, strict=True):
@@ -573,6 +577,7 @@ def _as_saved(last: Generation, state: Any) -> Any:
     parts = {"writer": state.writer, "edits": state.edits}
     entries, leaves = last.arrays, []
     for name, leaf in schema.by_name(parts).items():
+        # Saved by another version or writer: stamps then say nothing.
         if name not in entries or entries[name]["kind"] != list(schema.kind_of(leaf)):
             return None
         try:

@@ -121,6 +121,7 @@ def with_tree_leaves(state: PyTree) -> Any:
         if not sum_tree.is_tree(part):
             return part
         if isinstance(part.nodes, jax.ShapeDtypeStruct):
+            # Of specs alone there is nothing to cut out.
             shape = (*part.nodes.shape[:-1], part.capacity)
             return jax.ShapeDtypeStruct(shape, part.nodes.dtype)
         if memory.on_host(part.nodes):
@@ -136,6 +137,7 @@ def with_trees(want: PyTree, state: PyTree) -> Any:
     def whole(spec: Any, part: Any) -> Any:
         if not sum_tree.is_tree(spec):
             return part
+        # The nodes above are computed again, with the branching of this backend.
         return sum_tree.over(spec.capacity, spec.branching, spec.reduction, part)
 
     return jax.tree.map(whole, want, state, is_leaf=sum_tree.is_tree)
@@ -413,6 +415,7 @@ class StateRows:
                 return source[buffer[0], slot[0] : slot[-1] + 1]  # no copy
             return source[buffer, slot]
         read, length = memory.reader(source), source.size * source.dtype.itemsize // self.buffers
+        # The row in the whole array, whose buffers may have more rows than N each.
         place = buffer * (length // max(width, 1)) + slot
         # Rows that follow each other on the device come in one transfer.
         ascending = np.argsort(place, kind="stable")
@@ -473,6 +476,8 @@ def split(saved: Snapshot) -> tuple[StateRows, dict[str, Any], dict[str, list[st
             width = words.size // max(length, 1) * words.dtype.itemsize
             entries.append((Column.of(name, kind, width), _source(words, saved, width), RowOrder()))
             if leaf.shape[axes] > buffer.capacity:
+                # Rows that are no slots, such as the pool of shared observations, are written each
+                # time.
                 behind = (slice(None),) * axes + (slice(buffer.capacity, None),)
                 arrays[name + BEYOND] = memory.view(np.asarray(words[behind]))
                 kinds[name + BEYOND] = list(kind)
@@ -526,6 +531,7 @@ def fitting(
         spec = specs if is_unknown else specs[0]
         by_leaf = by_name(spec)
     for name, leaf in by_leaf.items():
+        # Without x64, JAX would narrow them without a word.
         is_key = casting.is_keys(leaf.dtype)
         if not is_key and leaf.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype):
             raise WideError(

@@ -161,6 +161,7 @@ class Mixture(Sampler):
         states = list(state.states)
         for number, before in enumerate(old.states[: len(states)]):
             own = states[number]
+            # Another class has another state; its items then count as new ones.
             if type(own) is type(before):
                 sampler = self.samplers[number]
                 states[number] = sampler.import_state(own, before, slots, new_slots)
@@ -192,6 +193,7 @@ def _weights(
     """Returns importance weights without a divisor, so that they compare with other samplers'."""
     if not (sampler.prioritized and isinstance(sampler, ShardedSampler)):
         return drawn.weights
+    # N P(i), as in Schaul et al., section 3.4, with the probability that this sampler drew it.
     odds = jnp.maximum(anchors.count, 1).astype(jnp.float32) * drawn.probabilities
     log_odds = jnp.log(jnp.where(odds > 0, odds, 1.0))
     weights = jnp.maximum(jnp.exp(-sampler.exponent(beta) * log_odds), SMALLEST)
@@ -249,6 +251,7 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
     def _normalized(self, drawn: Draw) -> Draw:
         if self.normalize is None:
             return drawn
+        # One divisor for all samplers: two would scale their losses against each other.
         largest = jnp.max(drawn.weights)
         weights = jnp.maximum(drawn.weights / jnp.where(largest > 0, largest, 1.0), SMALLEST)
         return drawn.replace(weights=jnp.where(drawn.mask, weights, 0.0))
@@ -313,6 +316,7 @@ class PrioritizedOrderedMixture(PrioritizedMixture, OrderedMixture):
 def _class_of(samplers: Any) -> type[Mixture]:
     """Returns the class of a mixture of these samplers."""
     members = samplers if isinstance(samplers, tuple) else ()
+    # The class tells the buffer which verbs work: `update_priority`, `BlockWhenFull`, orders.
     has = lambda kind: any(isinstance(one, kind) for one in members)
     if has(PrioritizedSampler):
         return PrioritizedOrderedMixture if has(OrderedSampler) else PrioritizedMixture

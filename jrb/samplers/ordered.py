@@ -36,6 +36,7 @@ class OnceInOrder(OrderedSampler):
     ) -> tuple[Any, Draw]:
         """Draws the next B anchors; what is missing is masked at the end."""
         ranks, num_taken = self.take(ring, state, anchors, batch_size)
+        # Entries beyond what is left repeat rank 0, and are masked.
         mask = jnp.arange(batch_size, dtype=jnp.int32) < state.count
         after = state.replace(count=state.count - num_taken)
         return after, anchors.uniform_draw(jnp.where(mask, ranks, 0), mask, key)
@@ -98,6 +99,7 @@ class Queue(OnceInOrder):
         self, ring: Ring, state: QueueState, anchors: Anchors, batch_size: int
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the B anchors at the head of the queue, which are its oldest."""
+        # The queue is the newest `count` anchors: its head has the rank of the first of them.
         ranks = anchors.count - state.count + jnp.arange(batch_size, dtype=jnp.int32)
         return ranks, jnp.minimum(state.count, batch_size)
 
@@ -143,6 +145,7 @@ class LifoState(DrawCounts):
     def read(self, ring: Ring, height: jax.Array) -> jax.Array:
         """Returns the numbers at heights above the bottom, int32 `[B]` in [0, N)."""
         index = ring.slot_after(self.bottom, height)
+        # Written out: `self.numbers[index]` would ask of each index whether it counts from the end.
         dims = lax.GatherDimensionNumbers((), (0,), (0,))
         read = lambda: lax.gather(self.numbers, index[:, None], dims, (1,), mode="clip")
         return dependencies.materialize(read)
@@ -202,6 +205,7 @@ class Lifo(OnceInOrder):
         state = state.replace(following=following, count=jnp.where(in_order, state.count, 0))
         state = _without_departed(ring, state, anchors.count)
         new = jnp.minimum(change.entered_count, anchors.count)
+        # As many numbers as may be put at once: shapes must not depend on how many entered.
         num_written = 0 if change.incoming is None else change.incoming.slots.size
         most = min(max(change.entered.size, num_written), ring.capacity)
         offset = jnp.arange(most, dtype=jnp.int32)
@@ -242,6 +246,7 @@ class Lifo(OnceInOrder):
             slots, _ = anchors.nth(jnp.where(valid, ranks, 0), jax.random.key(0))
             return jnp.where(valid, slots, ring.capacity)
 
+        # Sets of slots as flags `[N]`: whether a slot was an anchor, and whether on the stack.
         mark = lambda slots: jnp.zeros(ring.capacity, jnp.bool_).at[slots].set(True, mode="drop")
         ranks = state.ranks(old.count, state.read(ring, index))
         on_stack = mark(slots_of(old, ranks, index < state.count))

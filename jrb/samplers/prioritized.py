@@ -108,6 +108,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "eps"):
             _check_number(name, getattr(self, name))
+        # XLA flushes smaller numbers to 0, which would be no eps at all.
         if 0 < self.eps < sum_tree.SMALLEST:
             raise ValueError(
                 f"eps: expected 0, or at least {sum_tree.SMALLEST:.3g}, got {self.eps}."
@@ -187,6 +188,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
                     waiting = lax.dynamic_update_slice_in_dim(
                         waiting, new, incoming.first_slot, axis=0
                     )
+            # A row becomes an anchor rows later, with the priority that came with it.
             own = gather.read_at(waiting, entered)
             none = jnp.minimum(own, _NO_ANCHOR)  # always -1, but known only once `own` was read
             state = state.replace(waiting=gather.put(waiting, entered, none))
@@ -215,6 +217,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
 
         Unless some were dropped: then nothing is drawn.
         """
+        # The same random words serve the uniform draw: only one of the two is used.
         words, slots, mass, total = sum_tree.draw(state.masses, key, batch_size, self.stratified)
         has_mass = total > 0
         nothing = (anchors.count == 0) | (state.dropped & ~has_mass)
@@ -229,6 +232,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         else:
             divisor = total / jnp.maximum(anchors.count, 1).astype(jnp.float32)
         divisor = jnp.where(has_mass, divisor, 1.0)
+        # By logarithms: m_i / m may overflow float32 where masses differ by more than 1e38.
         log_ratio = jnp.log(jnp.where(has_mass, mass, 1.0)) - jnp.log(divisor)
         # At least 2^-126: a weight of 0 is for padding.
         weights = jnp.maximum(jnp.exp(-self.exponent(beta) * log_ratio), sum_tree.SMALLEST)
@@ -293,6 +297,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         index = slots.astype(jnp.uint32)
         is_anchor = ok & (index < ring.capacity) & (gather.read_at(state.raw, index) >= 0)
         state = state.replace(dropped=state.dropped | is_anchor.any())
+        # Below 0, so that it has no mass, and unlike -1, so that a late update does not revive it.
         dropped = jnp.full(slots.shape, DROPPED, jnp.float32)
         return self._set(state, (jnp.where(is_anchor, slots, ring.capacity), dropped))
 
@@ -335,6 +340,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         # Alpha first, as `assign` computes masses with it.
         state = state.replace(alpha=old.alpha, refused=old.refused, waiting=waiting)
         state = self.assign(state, new_slots, priorities, old.highest)
+        # `assign` leaves negative priorities out, so these are set afterwards.
         is_dropped = priorities == DROPPED
         index = jnp.where(is_dropped, new_slots, state.raw.size)
         raw = state.raw.at[index].set(DROPPED, mode="drop")
@@ -426,6 +432,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         state = state.replace(masses=put(state.masses, mass))
         if state.smallest is None:
             return state
+        # Slots without mass are neutral in a tree of minima.
         least = jnp.where(mass > 0, mass, sum_tree.LARGEST)
         return state.replace(smallest=put(state.smallest, least))
 
@@ -443,6 +450,7 @@ def _with_alpha(
     def set_masses(
         trip: jax.Array, carry: tuple[PrioritizedState, jax.Array]
     ) -> tuple[PrioritizedState, jax.Array]:
+        # The token collects what was read: it keeps later writes behind all of these reads.
         state, token = carry
         # The last run begins earlier and computes some masses twice, to the same numbers.
         first = jnp.minimum(trip * size, capacity - size)

@@ -130,11 +130,14 @@ class Newest(EvenSampler, OrderedSampler):
             count = jnp.minimum(anchors.count, self.count)
         else:
             fraction = fractions.Fraction(self.fraction or 0).limit_denominator(_PARTS)
+            # In integers: float32 cannot count beyond 2^24, and would lose anchors of larger
+            # buffers.
             part, whole = (jnp.uint32(number) for number in fraction.as_integer_ratio())
             # ceil(total * part / whole) in 32 bits: the remainder is below 2^16, as is the part.
             times, remainder = jnp.divmod(anchors.count.astype(jnp.uint32), whole)
             count = (times * part + (remainder * part + whole - 1) // whole).astype(jnp.int32)
         first = anchors.count - count
+        # Ranks among the newest, moved on by all that are older.
         nth = lambda ranks, key: anchors.nth(ranks + first, key)
         return dataclasses.replace(anchors, count=count, nth=nth)
 

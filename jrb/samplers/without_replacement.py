@@ -87,6 +87,7 @@ class WithoutReplacement(Sampler):
         # Survivors have moved up by the departures, modulo the turn of ranks.
         departed = state.left.astype(jnp.uint32) + change.departed_count.astype(jnp.uint32)
         left = (departed % _turn(ring, state, anchors)).astype(jnp.int32)
+        # Length 0 ends the epoch: the next draw finds nothing left of it.
         length = jnp.where(change.reordered, 0, state.length)
         return state.replace(left=left, length=length)
 
@@ -119,6 +120,7 @@ class WithoutReplacement(Sampler):
             left=jnp.where(ends, 0, state.left),
         )
         offset = epoch.position + jnp.arange(batch_size, dtype=jnp.int32)
+        # The rest of a short last batch is masked.
         inside = offset < epoch.length
         if self.drop_last:
             inside = inside & (epoch.position + batch_size <= epoch.length)
@@ -126,7 +128,9 @@ class WithoutReplacement(Sampler):
         if self.shuffle:
             first_rank = random_bits.permute(epoch.seed, epoch.length, first_rank)
         turn = _turn(ring, epoch, anchors).astype(jnp.int32)
+        # Since the epoch began, `left` anchors departed at the front: ranks moved by as many.
         ranks = first_rank - epoch.left
+        # Those that departed are, around the turn, anchors that entered since.
         ranks = jnp.where(ranks < 0, ranks + turn, ranks)
         mask = inside & (ranks < anchors.count)
         epoch = epoch.replace(position=epoch.position + jnp.sum(inside, dtype=jnp.int32))

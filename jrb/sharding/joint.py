@@ -35,6 +35,7 @@ def blank(
     spec = jax.tree.unflatten(structure, leaves)
 
     def blank(number: jax.Array) -> BufferState:
+        # Reservoirs of different shards must not make the same choices.
         state = validate.blank(part, spec)
         return state.replace(writer=part.writer.in_shard(state.writer, number))
 
@@ -71,6 +72,7 @@ def each(
         arguments = tuple(tree if cut is None else shards.split(tree, cut) for tree, cut in pairs)
 
     def call(state: BufferState, number: jax.Array, *args: PyTree) -> Any:
+        # Each shard gets the sample's entries of its part; only those with its number are its own.
         own = []
         for arg in args:
             if isinstance(arg, Sample):  # entries that another shard drew are masked
@@ -80,6 +82,7 @@ def each(
             own.append(arg)
         return method(part, state, *options, *own)
 
+    # One program for all shards of a device, whatever their number.
     result = jax.vmap(call, (0, 0, *cuts))(states, shards.numbers, *arguments)
     return result if returns_items else result.replace(storage=None)
 
@@ -107,6 +110,7 @@ def can_sample(
 ) -> jax.Array:
     """Returns True if some shard can draw, and all together hold enough, bool `[]`."""
     ready = jax.vmap(lambda state: steps.ready(part, state, batch_size))(states)
+    # A maximum, as JAX has no `any` over a mesh.
     is_ready = shards.max(ready.astype(jnp.int32)) > 0
     return is_ready if min_size is None else is_ready & (size(shards, part, states) >= min_size)
 
@@ -143,6 +147,7 @@ def draw(
         key: the same for all shards.
         beta: of the importance weights; None for the sampler's.
     """
+    # By the number of the shard, so that draws do not depend on the devices.
     keys = jax.vmap(lambda number: random_bits.fold_in(key, number))(shards.numbers)
     choose = functools.partial(steps.choose, part, batch_size=batch_size, beta=beta)
     samplers, draws = jax.vmap(choose)(states, keys)  # draws have arrays [s, b]
@@ -205,6 +210,7 @@ def weighted(
 
     relative = lambda probability: jnp.maximum(anchors * probability, _LEAST) ** -power
     probabilities = draws.probabilities * own_part[:, None]
+    # A shard without mass draws anything: the others stand for it.
     mask = draws.mask & (own_part > 0)[:, None]
     weights = jnp.minimum(num_shards * own_part[:, None] * relative(probabilities), _MOST)
     if sampler.normalize == "batch":
@@ -224,6 +230,7 @@ def weighted(
 def _pairwise_sum(numbers: jax.Array) -> jax.Array:
     """Returns the sum of `[S]`, added by pairs: alike in all programs, which `jnp.sum` is not."""
     while numbers.size > 1:
+        # The order of additions is that of the shards, on any number of devices.
         even = jnp.pad(numbers, (0, numbers.size % 2))
         numbers = even[0::2] + even[1::2]
     return numbers[0]

@@ -97,6 +97,7 @@ class LocalShards:
         if self.axis is None:
             return stats
         leaves, structure = jax.tree.flatten(stats)
+        # All fields are of 32 bits: as words they travel in one message instead of five.
         words = jnp.stack([lax.bitcast_convert_type(leaf, jnp.int32) for leaf in leaves], axis=1)
         columns = lax.all_gather(words, self.axis, tiled=True).T
         pairs = zip(columns, leaves, strict=True)
@@ -109,6 +110,7 @@ class LocalShards:
 
     def total(self, counts: jax.Array) -> jax.Array:
         """Returns the sum of all shards' counts, int32 `[]`; 2^31 - 1 where it is more."""
+        # float32 tells whether int32 has wrapped: near 2^31 its steps are 2^8.
         rough, exact = jnp.sum(counts.astype(jnp.float32)), jnp.sum(counts, dtype=jnp.int32)
         if self.axis is not None:
             rough, exact = lax.psum((rough, exact), self.axis)
@@ -170,6 +172,7 @@ def _run(
     arrays: tuple[Any, ...],
 ) -> Any:
     """`run` from outside a `jax.shard_map`; the limits are part of the key of compiled programs."""
+    # Only for the key of compiled programs: a draw within a loop is another program.
     del limits
     devices = layout.devices()
     local = functools.partial(_call, layout, body, static, devices)
@@ -177,6 +180,7 @@ def _run(
         return local(*arrays)
 
     def spec(cut: Cut) -> PartitionSpec:
+        # None for each axis before the one that is cut.
         return PartitionSpec() if cut is None else PartitionSpec(*(None,) * cut, layout.axis)
 
     outs = tuple(map(spec, out)) if isinstance(out, tuple) else spec(out)
@@ -191,5 +195,6 @@ def _call(
     numbers, axis = jnp.arange(count, dtype=jnp.int32), None
     if devices is not None:
         axis = layout.axis
+        # Shards are laid over devices in order, `count` on each.
         numbers = numbers + lax.axis_index(axis) * count
     return body(LocalShards(numbers, axis), *static, *arrays)

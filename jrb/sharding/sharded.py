@@ -410,6 +410,7 @@ class Sharded:
         """
         num_shards = self.shards
         leaves, structure = jax.tree.flatten(state)
+        # Large arrays, of which a shard is taken out only when it is read.
         items = set(map(id, jax.tree.leaves(state.storage)))
         parts = []
         for leaf in leaves:
@@ -419,6 +420,7 @@ class Sharded:
                     f"with an array of shape {np.shape(leaf)}."
                 )
             parts.append(_shards_of(leaf, id(leaf) in items))
+        # A process of several has some shards of each array, and may have small arrays whole.
         numbers = sorted(set.intersection(*map(set, parts)))
         return {
             number: jax.tree.unflatten(structure, [part[number] for part in parts])
@@ -493,6 +495,7 @@ class Sharded:
                 check_origin(name, argument, self._origin)
                 argument = argument.replace(origin=None)
             arguments.append(casting.copy_array(argument))
+        # A buffer without environments writes the same rows to each shard.
         is_shared = self.buffer.num_envs is None and method.per_env
         cuts = tuple(None if argument is None or is_shared else cut for argument, cut in pairs)
         call = getattr(ReplayBuffer, name)
@@ -507,6 +510,7 @@ class Sharded:
 
     def _check_state(self, state: BufferState) -> None:
         check_donated(state)
+        # Inside a `jax.shard_map` a state has the shards of one device only.
         devices = (self.layout.devices() or 1) if self.layout.is_inside() else 1
         expected = self.shards // devices
         lead = jnp.shape(state.edits) if isinstance(state, BufferState) else None

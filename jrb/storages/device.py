@@ -98,6 +98,7 @@ class DeviceStorage(Storage):
                 f"got {count}."
             )
         count = min(count, ring.capacity)
+        # Slots, entries of the pool and rows of the tail are numbered in one int32.
         if ring.capacity + count + ring.envs >= 2**31:
             raise ValueError(
                 "capacity: expected, with terminal_capacity and num_envs, less than 2^31, got "
@@ -187,6 +188,7 @@ def _init_shared(context: Context, spec: Item, room: int) -> SharedObservations:
 
     def zeros(path: tuple, leaf: Leaf) -> Any:
         name = pytree.leaf_name(path)
+        # Behind the ring: the pool, and the tail with the next observations of the newest row.
         more = room + ring.envs if name in shared.values() else 0
         return packed.zeros_column(0 if name in shared else ring.capacity + more, leaf)
 
@@ -210,6 +212,7 @@ def _read_shared(
     """Reads leaves, one gather each: next observations from the array of the observations."""
     shared = shared_leaves(packed.spec(state.items), context.keys)
     columns, slots_of = _columns(state.items), {}
+    # Computed once for all leaves that are read at the same slots: `pointer` is gathered once.
     sources: dict[int, jax.Array] = {}  # of next observations, by the `id` of their slots
     for name in columns:
         slots = slots_of[name] = where(name)
@@ -236,6 +239,7 @@ def next_observation_rows(
     pointer = gather.read(state.pointer, slots)
     is_newest = context.held.after(ring, slots) <= 0
     tail = ring.capacity + state.owner.size + ring.env_of(slots)
+    # Three places: the observation of the next row, the pool, or, of the newest row, the tail.
     later = jnp.where(pointer < 0, ring.slot_after(slots, ring.envs), ring.capacity + pointer)
     return jnp.where(is_newest, tail, later)
 
@@ -251,6 +255,7 @@ def _write_shared(
     before = context.held.rows(context.ring)[0]
     carry = ({name: packed.stored_array(old[name]) for name in both}, state, before)
     step = lambda t, carry: _write_row(context, write, both, t, carry)
+    # One row, as `add` writes it, needs no loop to be compiled.
     if write.written.size == 1:
         arrays, state, num_rows = step(0, carry)
     else:
@@ -297,6 +302,7 @@ def _write_row(context: Context, write: WritePlan, both: Any, t: Any, carry: Any
     has_before = is_written & (num_rows > 0)
     compared = [(arrays[name][tail:], one[t]) for name, (_, one, _) in both.items()]
     differ = lambda: jnp.any(jnp.stack([_differ(*pair) for pair in compared]), axis=0)
+    # Read once and before the tail is overwritten below.
     differs = has_before & dependencies.materialize(differ)
     state, num_rows = _make_room(ring, state, start, num_rows, is_written, differs)
 
@@ -308,6 +314,7 @@ def _write_row(context: Context, write: WritePlan, both: Any, t: Any, carry: Any
     stop = lax.stop_gradient
     for name, (_, one, after) in both.items():
         array = arrays[name]
+        # Read out of the tail before it is written: `materialize` keeps the order.
         kept = lambda array=array: gather.items_at(array, tail + envs)
         array = array.at[to_pool].set(dependencies.materialize(kept), mode="drop")
         array = packed.put_blocks(array, to_ring[None], stop(one[t])[None])
@@ -337,6 +344,8 @@ def _make_room(
     """
     room = state.owner.size
     first = jnp.arange(min(3 * ring.envs, room), dtype=jnp.int32)
+    # Oldest first. At most E entries are needed, E - 1 more are of the last row that gives one up,
+    # and E of the row that is overwritten: no more than 3 E leave.
     owners = gather.read(state.owner, (state.head + first) % room)
     # How many rows older than the new one an owner is, 1 to R.
     age = (start - owners - 1 + ring.capacity) % ring.capacity // ring.envs + 1
@@ -362,6 +371,7 @@ def _integers(leaf: jax.Array) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return jnp.stack([_integers(leaf.real), _integers(leaf.imag)], axis=-1)
     if jnp.issubdtype(leaf.dtype, jnp.floating):
+        # Compared as floats, NaN would differ from itself, and 0.0 would equal -0.0.
         width = jnp.finfo(leaf.dtype).bits
         return lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{width}"))
     return leaf

@@ -50,6 +50,7 @@ class HostRows(abc.ABC):
         self.spec: Item = spec
         self.spec_key: SpecKey = SpecKey(spec)
         self.names: tuple[str, ...] = tuple(pytree.leaf_names(spec))
+        # Keys have no bytes that NumPy knows; their words do.
         self.raw: list[jax.ShapeDtypeStruct] = list(map(casting.raw_spec, jax.tree.leaves(spec)))
 
     def __reduce__(self) -> Any:
@@ -115,6 +116,7 @@ class HostRows(abc.ABC):
         self.check_newest(version)
         flat, which = _distinct(slots, self.capacity)
         at = flat[which]
+        # A put writes whole rows: read all leaves, change some, and write all again.
         rows = self.take(version, [at] * len(self.names))
         for name, leaf in zip(names, leaves, strict=True):
             number = self.names.index(name)
@@ -151,6 +153,7 @@ class HostRows(abc.ABC):
 
     def call(self, version: jax.Array, slots: list[jax.Array]) -> list[jax.Array]:
         """Returns the leaves as `take`, from jitted code."""
+        # Each array of slots travels to the host once, however many leaves are read at it.
         unique = UniqueSlots.of(slots, lambda at: at)
         shapes = [
             jax.ShapeDtypeStruct((*at.shape, *spec.shape), spec.dtype)
@@ -185,6 +188,7 @@ def _distinct(slots: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]
     Of equal ones it is the last.
     """
     flat = np.asarray(slots).reshape(-1).astype(np.int64)
+    # The first index in the reversed array is the last in the array itself.
     distinct, last = np.unique(flat[::-1], return_index=True)
     return flat, (len(flat) - 1 - last)[distinct < capacity]
 
@@ -222,6 +226,8 @@ class PlainRows(HostRows):
             np.asarray(leaf).reshape(len(flat), *spec.shape)[which]
             for leaf, spec in zip(leaves, self.raw, strict=True)
         ]
+        # Before the rows: if writing them fails, readers of this version see that something
+        # changed.
         self._newest += 1
         self._written[flat[which]] = self._newest
         self.write_rows(flat[which], rows)
@@ -229,6 +235,7 @@ class PlainRows(HostRows):
 
     def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
         """See `HostRows.read_leaf`."""
+        # A row that was written after the reader's version holds another item by now.
         if (self._written[slots] > number(version)).any():
             raise _stale("whose rows are still there, got one of which something was overwritten")
         return bytes_of(self.read_rows(leaf, slots), len(slots))
@@ -287,6 +294,7 @@ def number(version: Version) -> int:
 
 def words(version: int) -> np.ndarray:
     """Returns the words of a number, uint32 `[2]`."""
+    # Two words, as JAX has no uint64 unless x64 is on; 32 bits would wrap after 4e9 writes.
     return np.array([version >> 32, version & 0xFFFFFFFF], np.uint32)
 
 
@@ -302,6 +310,7 @@ def call(function: Callable[..., Any], shapes: Any, *args: Any) -> Any:
     return callbacks.call_on_host(function, shapes, *map(_single, args))
 
 
+# JAX's own error for an ordered callback under `vmap` does not say what to do instead.
 @jax.custom_batching.custom_vmap
 def _single(argument: jax.Array) -> jax.Array:
     return argument

@@ -98,6 +98,7 @@ def columns(spec: Item) -> tuple[Column, ...]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         raw, parts = casting.raw_spec(leaf), []
         for key in path:
+            # A leaf's name is a path of files: its parts may hold neither a separator nor be a dot.
             part = pytree.part_name(key).replace("%", "%25").replace("/", "%2F")
             parts.append("%2E" if part == "." else part)
         kind = (str(leaf.dtype), str(list(leaf.shape)))
@@ -149,6 +150,7 @@ class StoreArrays(HostArrays):
 
     def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
         """The bytes of all files when they are full, of the numbers of rows, and of the version."""
+        # 8 bytes for the number of the row at each place (`rows/.numbers`).
         width = 8 + sum(column.width for column in columns(spec))
         return width * self._num_places(ring, spec, is_chronological) + pytree.nbytes(
             host_rows.VERSION

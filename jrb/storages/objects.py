@@ -93,6 +93,7 @@ class ListStorage(HostStorage):
     ) -> Objects:
         """Puts rows of objects at the slots `[T, E]`, those of N or more left out."""
         shelf, slots = state.shelf, np.asarray(planned)
+        # Before anything is written: the newest state stays as it is.
         if state.version != shelf.writes:
             raise StaleError(
                 "ListStorage: expected the newest state, got one that has been written to before. "
@@ -120,6 +121,7 @@ class ListStorage(HostStorage):
         """Returns the objects at slots of any shape."""
         shelf, slots = state.shelf, slots.reshape(-1)
         objects = list(map(shelf.objects.__getitem__, slots.tolist()))
+        # Looked at after the objects were taken: a write that came meanwhile is seen.
         if shelf.writes > state.version and (shelf.written[slots] > state.version).any():
             raise StaleError(
                 "ListStorage: expected a state whose objects are still there, got one of which "

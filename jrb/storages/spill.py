@@ -70,6 +70,7 @@ class DeviceCache(DeviceProxy):
         self, context: Context, state: DeviceCacheState, write: WritePlan, items: Item
     ) -> tuple[tuple[jax.Array, DeviceCacheState], WritePlan]:
         """Returns the slots, int32 `[T, E]`, and the state with the last of the rows."""
+        # The cache has a clock of its own, and plans the same rows around its smaller ring.
         mask = None if write.consecutive else write.written
         ring = self.ring(context.ring)
         clock, put = plan_rows(ring, state.clock, write.passed.size, mask)
@@ -87,6 +88,7 @@ class DeviceCache(DeviceProxy):
         """Edits those of the rows that are cached."""
         capacity, size = context.ring.capacity, self.ring(context.ring).capacity
         slots = jnp.arange(capacity, dtype=jnp.int32) if slots is None else slots
+        # Slots of N are padding: they go to `size`, which no scatter writes.
         row, is_cached = self.where(context, state, jnp.minimum(slots, capacity - 1))
         at = jnp.where(is_cached & (slots < capacity), row, size)
 
@@ -138,6 +140,7 @@ def _merged(cached: list[jax.Array], others: list[jax.Array], at: list[jax.Array
     merged = []
     for leaf, new, start in zip(cached, others, at, strict=True):
         lead = leaf.shape[: leaf.ndim + 1 - new.ndim]
+        # Slots of any shape in one line, so that one scatter puts all rows that came from the host.
         line = leaf.reshape(math.prod(lead), *new.shape[1:])
         line = packed.put_blocks(line, start, new[:, None]) if start.size else line
         merged.append(line.reshape(leaf.shape))
@@ -156,6 +159,7 @@ def _uncached(slots: np.ndarray, is_cached: np.ndarray) -> tuple[np.ndarray, np.
     length = -(-len(flat) // 8)
     while length < len(offsets):
         length += -(-length // 2)
+    # Padded by an offset beyond the batch, at which nothing is put; the slot read there is any.
     at = np.full(min(length, len(flat)), len(flat), np.int32)
     at[: len(offsets)] = offsets
     return flat[np.where(at < len(flat), at, offsets[0])], at
@@ -224,6 +228,7 @@ class SpillStorage(StoreArrays):
         part, occupancy = self.device_part, held()
         cache, size = part.ring(ring), int(occupancy.size)
         count = min(size // ring.envs, cache.rows)
+        # The newest rows that the cache has room for end where the newest row ends.
         first = int(occupancy.first[0]) + size - count * ring.envs
         slots = (first + np.arange(count * ring.envs)) % ring.capacity
         newest = view.rows.fetch(view.version, [slots] * len(view.rows.names))
@@ -239,6 +244,7 @@ class SpillStorage(StoreArrays):
         """Returns the items: cached ones from the device, which the host does not wait for."""
         view = state.view
         offsets = [row for _, row, _ in places.each(lambda one: one)]
+        # Dispatched first: the device gathers while the host reads its rows.
         cached = _gathered(jax.tree.leaves(state.cache.items), offsets)
         at = places.each(lambda one: _uncached(np.asarray(one[0]), np.asarray(one[2])))
         others = view.rows.items(view.rows.take(view.version, [slots for slots, _ in at]))
@@ -258,6 +264,7 @@ class SpillStorage(StoreArrays):
         cached = gather.read_items(*((words, row) for words, (_, row, _) in pairs))
         items = []
         for leaf, other, (_, _, is_cached) in zip(cached, others, at, strict=True):
+            # With axes of length 1 for those of the items, to choose whole rows.
             flags = is_cached.reshape(*is_cached.shape, *(1,) * (leaf.ndim - is_cached.ndim))
             merged = jnp.where(flags, leaf, packed.to_words(other))
             items.append(packed.from_words(merged, other.dtype))

@@ -46,6 +46,7 @@ class ToFloat(LeafTransform):
         """Returns the data, with images as floats."""
         out = super().apply(data, batch)
         pairs = zip(jax.tree.leaves(data), jax.tree.leaves(out), strict=True)
+        # Floats pass unchanged. Where nothing changed, images were expected that are not there.
         if all(new is old for old, new in pairs):
             raise ValueError(
                 f"ToFloat: expected a leaf of dtype uint8 in the observation, got the leaves "
@@ -212,6 +213,7 @@ class RandomCrop(ImageTransform):
 
     def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
         margins = self._margins(name, leaf, axes, (self.height, self.width))
+        # Height and width have margins of their own, and each its own column of the same words.
         offsets = [_random(key, leaf, margin + 1)[:, way] for way, margin in enumerate(margins)]
         return _windows(leaf, axes, jnp.stack(offsets, axis=1), [self.height, self.width])
 
@@ -251,6 +253,7 @@ def _windows(leaf: jax.Array, axes: Axes, offsets: jax.Array, sizes: list[int]) 
 
     def window(item: jax.Array, offset: jax.Array) -> jax.Array:
         for axis, start, size in zip(axes, offset, sizes, strict=True):
+            # Clipped indices repeat the border: no copy of the image with a padding is made.
             at = jnp.arange(size, dtype=jnp.int32) + start
             item = jnp.take(item, jnp.clip(at, 0, item.shape[axis - 1] - 1), axis=axis - 1)
         return item

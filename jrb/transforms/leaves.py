@@ -94,6 +94,7 @@ class LeafTransform(Transform):
         names = pytree.leaf_names(data)
 
         def change(name: str, leaf: jax.Array) -> jax.Array:
+            # By the number of the leaf, so that leaves change independently of one another.
             key = random_bits.fold(batch.key, names.index(name))
             return self._changed(name, leaf, dataclasses.replace(batch, key=key))
 
@@ -192,6 +193,7 @@ class Clip(LeafTransform):
 
     def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
         low, high = self.low, self.high
+        # A bound such as 300 would wrap in uint8, and 0.5 would become 0.
         if jnp.issubdtype(leaf.dtype, jnp.integer):  # the bounds that this dtype can hold
             info = jnp.iinfo(leaf.dtype)
             low = None if low is None else min(max(math.ceil(low), info.min), info.max)
@@ -264,12 +266,14 @@ class RewardToGo(Transform):
                 raise TypeError(
                     f"{what}: expected a floating dtype, got {leaf.dtype}. Use Cast before."
                 )
+        # Flags tell of ends that were written; the unit also knows those of `truncate`.
         goes_on = batch.mask if batch.ends is None else batch.mask & ~batch.ends
         if batch.ends is None or batch.keys.flags(data):
             goes_on = goes_on & ~ends_of(data, batch.keys)
         goes_on = goes_on & (self.discount > 0)  # or 0 times infinity would be no number
 
         def sums(leaf: jax.Array) -> jax.Array:
+            # Masks `[B, L]` for rewards with further axes, such as one for each objective.
             lift = lambda array: array.reshape(*array.shape, *(1,) * (leaf.ndim - 2))
             rows = [jnp.moveaxis(each, 1, 0) for each in (leaf, lift(batch.mask), lift(goes_on))]
 

@@ -75,6 +75,7 @@ class Moments(pytree.State):
         # Each square is divided before they are added up: their sum may be no number.
         var = sum_rows(distance * (distance / many))[0]
         # Both together.
+        # As in Chan et al., but with means in place of sums, which would grow without a bound.
         total = self.count + count
         share = count.astype(mean.dtype) / jnp.maximum(total, 1).astype(mean.dtype)
         shift, finer_shift = mean[0] - self.mean, mean_rest[0] - self.mean_rest
@@ -101,6 +102,7 @@ class Moments(pytree.State):
         wide = leaf.astype(self.mean.dtype)
         lift = lambda array: array.reshape((1,) * (leaf.ndim - array.ndim) + array.shape)
         least = jnp.finfo(wide.dtype).tiny  # a smaller `eps` is 0 in this dtype
+        # Rounding may leave a variance of constants a little below 0.
         spread = jnp.sqrt(jnp.maximum(jnp.maximum(self.var, 0) + eps, least))
         spread = lift(jnp.where(self.count > 0, spread, 1))
         centered = wide - lift(self.mean) - lift(self.mean_rest) if center else wide
@@ -294,6 +296,8 @@ class RunningRewardScale(_Running):
 
             def step(running: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
                 reward, is_real, is_end = row
+                # A row that is masked, or whose reward cannot be counted, leaves the return as it
+                # was.
                 total = jnp.where(is_real, self.discount * running + reward, running)
                 return jnp.where(is_end, 0, total), total
 
@@ -319,6 +323,7 @@ class RunningRewardScale(_Running):
     def import_state(self, state: Any, old: Any) -> Any:
         """Takes over what was learned, and running returns if the environments are the same."""
         own, others = (jax.tree.flatten(each, is_leaf=_is_returns) for each in (state, old))
+        # Rewards of other leaves: what was learned of them has no place here.
         if own[1] != others[1]:
             return state
         newest = lambda own, old: old if pytree.alike(own, old) else own
@@ -391,5 +396,6 @@ def _can_count(numbers: jax.Array) -> jax.Array:
 def _sum(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the rounded sum of two numbers, and exactly what it lacks (Knuth's two-sum)."""
     total = one + other
+    # The part of `other` that got into the total; what is missing of both is the error.
     second = total - one
     return total, (one - (total - second)) + (other - second)

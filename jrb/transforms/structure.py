@@ -67,6 +67,7 @@ class Rename(Transform):
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the data, with the entries elsewhere."""
+        # All are found before any is moved, so that two entries can change places.
         moved = [(to, find(data, path, "Rename")) for path, to in self.pairs]
         for path, _ in self.pairs:
             data = _without(data, path, "Rename")
@@ -126,6 +127,8 @@ def _without(data: Item, path: Path, what: str) -> Any:
     def removed(data: Any, first: str, *deeper: str) -> Any:
         if not pytree.is_mapping(data):
             raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
+        # An empty dict marks what is gone: it is left out on the way back, with what it leaves
+        # empty.
         inner = removed(data[first], *deeper) if deeper else {}
         kept = {name: entry for name, entry in data.items() if name != first}
         return {**kept, first: inner} if inner else kept

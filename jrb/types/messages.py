@@ -81,6 +81,7 @@ class WritePlan:
     cuts: jax.Array | None = None
 
     def __post_init__(self) -> None:
+        # A storage would write one slice for all rows, and those behind the first would be lost.
         if self.consecutive and self.slots.shape[0] != 1:
             raise ValueError(
                 f"WritePlan: consecutive: expected a single row of time, T = 1, got slots of shape "
@@ -219,6 +220,8 @@ class AnchorUpdate:
         N or more for padding. M is N if more rows departed than were written, else it does not grow
         with N.
         """
+        # Of a fixed length: the run is cut to `most`, the greatest number that one write can
+        # expire.
         removed = jnp.zeros(0, jnp.int32) if self.removed is None else self.removed
         if self.expired is None:
             return removed
@@ -305,6 +308,7 @@ class AuxRead:
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "AuxRead":
         """Returns this read with `function` applied to its value."""
+        # Bound now: `self.postprocess` of the new read is the function that is being made.
         inner = self.postprocess
         return dataclasses.replace(self, postprocess=lambda entries: function(inner(entries)))
 
@@ -366,6 +370,7 @@ def plan_rows(
         length: T.
         mask: bool `[T]`, the rows to write, or `[T, E]` with a clock `[E]`; None for all.
     """
+    # `[]` where one clock serves all environments, `[E]` where each has its own.
     each = clock.cursor.shape
     single = mask is None and length == 1 and not each
     if mask is None:
@@ -378,10 +383,13 @@ def plan_rows(
         passed = jnp.cumsum(written, axis=0, dtype=jnp.int32)
         # Of more rows than the ring has, the last ones: no slot stands twice in a plan.
         kept = written & (passed > passed[-1] - ring.rows)
+        # A masked row has the `passed` of the row before it, so it takes no slot of its own.
         starts = ring.row_after(clock.cursor, passed - 1) * ring.envs
         starts = jnp.where(kept, starts, ring.capacity)
     slots = ring.row_slots(starts)
     write = WritePlan(
+        # With clocks of their own, the environments of a row are not side by side: an item is a
+        # row.
         starts=slots.reshape(-1) if each else starts,
         slots=slots,
         written=written,
@@ -409,6 +417,7 @@ def episode_ends(context: Context, write: WritePlan, items: Item) -> jax.Array:
         write: of these rows.
         items: leaves `[T, E, ...]`; those without any flag end by cuts only.
     """
+    # Without flags, episodes end where the writer of the buffer says so: by cuts, see `truncate`.
     if context.keys.flags(items):
         done = ends_of(items, context.keys)
     else:
@@ -462,6 +471,7 @@ def every_slot(context: Context, write: WritePlan) -> AnchorUpdate:
 def departures(context: Context, write: WritePlan) -> dict[str, Any]:
     """Returns the fields of an `AnchorUpdate` for rows that leave: a run of slots, or each slot."""
     ring, held, (expired, _) = context.ring, context.held, write.lengths
+    # Shapes must not depend on values: as many as could leave in any call of this length.
     most = min(write.length, ring.rows) if write.bounded else ring.rows
     if held.streams > 1:
         row = jnp.arange(most, dtype=jnp.int32)[:, None]

@@ -43,6 +43,7 @@ class Sampler(abc.ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        # By name, as `OrderedSampler` is a subclass of this class and not defined yet.
         ordered = {"check", "num_pending"} & vars(cls).keys()
         if ordered and "OrderedSampler" not in [base.__name__ for base in cls.__mro__]:
             raise TypeError(
@@ -187,6 +188,7 @@ class PrioritizedSampler(Sampler):
     prioritized: ClassVar[bool] = True
     takes_priorities: ClassVar[bool] = False
     stratified: bool = False
+    # Abstract, so that an author decides: either a field of the description or a property.
     normalize: Literal["batch", "buffer"] | None = property(  # pyright: ignore
         abc.abstractmethod(lambda self: None)
     )

@@ -100,6 +100,7 @@ class Storage(abc.ABC):
         return ()
 
 
+# The key of all storages of objects, whose items have no shapes to compare.
 _NO_ARRAYS = SpecKey({})
 
 

@@ -88,6 +88,7 @@ class Unit(abc.ABC):
 
         By default, rows have to be in order of time, unless the unit is `one_row`.
         """
+        # A unit that looks at its anchor alone does not care in which order rows were written.
         if not self.one_row:
             checks.chronological(type(self).__name__, writer)
 

@@ -72,6 +72,7 @@ class Writer(abc.ABC):
 
     def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
         """Returns all slots, int32 `[N]`, those with items first, oldest first; and how many."""
+        # Ranks go from the oldest item on; those beyond the number held are slots without items.
         held = self.held(ring, state)
         ranks = jax.numpy.arange(ring.capacity, dtype=jax.numpy.int32)
         return held.nth(ring, ranks), held.size

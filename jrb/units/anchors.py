@@ -40,6 +40,7 @@ class AnchorQueue(pytree.State):
 
     def positions(self, ring: Ring, offset: Any) -> jax.Array:
         """Returns positions in `slots`, `[K]` or `[K, S]`, at offsets from the heads."""
+        # One stream: the ring of slots is the ring of the buffer, from slot 0 on.
         if not self.head.ndim:
             return ring.slot_after(self.head, offset)
         part = np.arange(ring.envs, dtype=np.int32) * ring.rows
@@ -47,6 +48,7 @@ class AnchorQueue(pytree.State):
 
     def without_first(self, ring: Ring, number: jax.Array) -> "AnchorQueue":
         """Returns the queue without `number` of the oldest anchors of each stream."""
+        # The part of a stream in `slots` is as long as the ring has rows.
         after = ring.row_after if self.head.ndim else ring.slot_after
         return self.replace(head=after(self.head, number), count=self.count - number)
 
@@ -67,6 +69,8 @@ def anchors(ring: Ring, queue: AnchorQueue) -> Anchors:
     def nth(ranks: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         if queue.head.ndim:
             stream, offset = locate(queue.count, ranks)
+            # Ranks beyond the last anchor are masked by whoever asks, but must stay in the stream's
+            # part.
             offset = jnp.clip(offset, 0, ring.rows - 1)
             at = stream * ring.rows + ring.row_after(queue.head[stream], offset)
         else:
@@ -81,6 +85,7 @@ def no_rows(ring: Ring) -> WritePlan:
     return WritePlan(
         starts=jnp.full(1, ring.capacity, jnp.int32),
         slots=jnp.full((1, ring.envs), ring.capacity, jnp.int32),
+        # True, as `rows_back` masks what is not written; no row has passed the cursor.
         written=jnp.ones(1, jnp.bool_),
         passed=jnp.zeros(1, jnp.int32),
         expired=jnp.zeros((), jnp.int32),
@@ -131,6 +136,7 @@ def after_write(
     """
     ring, held = context.ring, context.held
     is_one, width = held.streams == 1, ring.envs // held.streams
+    # With one stream, `[]` stands for `[S]`.
     expired = write.lengths[0][0] if is_one else write.lengths[0]
 
     def leaves(slots: jax.Array) -> jax.Array:
@@ -192,6 +198,7 @@ def _without_leading(
 
     def pass_over(queue: AnchorQueue, size: int) -> AnchorQueue:
         offset = jnp.arange(size, dtype=jnp.int32)
+        # A prefix leaves: the first that stays says how many.
         offset = offset[:, None] if queue.head.ndim else offset
         _, slots = queue.read(ring, offset)
         stays = (offset >= queue.count) | ~leaves(slots)
@@ -206,6 +213,7 @@ def _appended(
     """Puts the anchors that enter behind the end of each stream."""
     ring = context.ring
     if queue.head.ndim:
+        # Several anchors may enter with one row: those of an environment stay in their order.
         by_env = entered.reshape(write.length, ring.envs, -1)
         entered = jnp.moveaxis(by_env, 1, 2).reshape(-1, ring.envs)
     entered = entered.reshape(entered.shape[0], -1)  # a column, in one shape for all kernels

@@ -65,6 +65,7 @@ def steps_ahead(
         int32 `[B]`, from 1 to `most`.
     """
     ring, newest = context.ring, context.held.after(context.ring, slots)
+    # Windows that cross episodes end at the newest row only.
     if ended is None:
         return jnp.clip(newest + 1, 1, most)
     # The flag of the last of `most` rows is not read: the count ends there in any case.
@@ -82,6 +83,7 @@ def steps_back(context: Context, ended: jax.Array | None, slots: jax.Array, most
     Arguments are those of `steps_ahead`.
     """
     ring, oldest = context.ring, context.held.before(context.ring, slots)
+    # Likewise, they begin at the oldest row only.
     if ended is None:
         return jnp.minimum(oldest, most)
     step = jnp.arange(most, dtype=jnp.int32)
@@ -130,6 +132,8 @@ class EpisodeTable(pytree.State):
 def init(ring: Ring, enough: int) -> EpisodeTable:
     """Returns a table without episodes. `enough`: the least number of rows that counts."""
     zeros = lambda dtype, *shape: jnp.zeros((*shape, ring.envs), dtype)
+    # Episodes shorter than `enough` are not in the table; 2 more for those at both ends of the
+    # ring.
     room = ring.rows // enough + 2
     return EpisodeTable(
         first=zeros(jnp.uint32, room),
@@ -166,6 +170,7 @@ def after_write(
     """
     ring, (expired, added) = context.ring, write.lengths
     written, passed = write.times
+    # An episode enters the table with the row that makes it long enough, so just once.
     size, running = lengths(table.length, done, write, enough + 1)
     begins = written & (size == enough)
     number = jnp.cumsum(begins, axis=0, dtype=jnp.int32)
@@ -196,6 +201,7 @@ def after_write(
     first = dependencies.materialize(lambda: after.first[at])
     first = jnp.where(after.now - first > most, after.now - most, first)
     after = after.replace(first=after.first.at[at].set(first))
+    # Whole episodes become anchors when they end, others when they are long enough.
     arrived = jnp.sum(done & written, axis=0, dtype=jnp.int32) if whole else number[-1]
     update = _update(ring, table, after, arrived, whole)
     if length is not None:
@@ -268,6 +274,8 @@ def _without_lost(
 
     def drop(table: EpisodeTable, most: int) -> EpisodeTable:
         offset = jnp.arange(most, dtype=jnp.int32)[:, None]
+        # A whole episode is lost with its first row, any other when its last `enough` rows are not
+        # held.
         edge = table.first if whole else table.last
         edge = dependencies.materialize(lambda: edge[(table.head + offset) % room, env])
         # `last` of the running episode is not set: it stays whatever that says.
@@ -297,6 +305,7 @@ def anchors(context: Context, table: EpisodeTable, enough: int, whole: bool = Fa
         env, index = locate(counts, ranks)
         at = (table.head[env] + index) % table.first.shape[0]
         age, num_rows = extent(context, table, env, at, enough)
+        # Rows of the episode at which `enough` rows are left.
         starts = jnp.ones_like(age) if whole else jnp.maximum(num_rows - (enough - 1), 1)
         words = random_bits.words(random_bits.fold(key, _STARTS), ranks.size)
         # From the newest row back: over its first row by a random number of the starts.
@@ -321,6 +330,7 @@ def extent(
     """
     rows_held = jnp.broadcast_to(context.held.rows(context.ring), table.head.shape)[env]
     first, last = dependencies.materialize(lambda: (table.first[at, env], table.last[at, env]))
+    # The running episode ends, for now, with the newest row.
     runs = (at == table.running[0][env]) & (table.length[env] >= enough)
     newest = table.now[env] - 1
     last = jnp.where(runs, newest, last)

@@ -198,6 +198,7 @@ class FrameStack(WrappingUnit):
         # Slots at the ring's tail whose stacks reach beyond it, `[(k - 1) E]`, are removed too.
         slots = held.moved(ring, *write.lengths).oldest(ring, self.k - 1)
         row = jnp.arange(self.k - 1, dtype=jnp.int32)[:, None]
+        # Padding, N, is out of range: it reads the last slot, and stays N below.
         safe = jnp.minimum(slots, ring.capacity - 1)
         is_cut = dependencies.materialize(lambda: state.rows_before(safe)) > row
         cut = jnp.where(is_cut, slots, ring.capacity).reshape(-1)
@@ -233,6 +234,7 @@ class FrameStack(WrappingUnit):
         ring, held = context.ring, context.held
         after = ring.slot_after(slots, ring.envs)
         is_newest = held.after(ring, slots) <= 0
+        # The next row of an episode that goes on has rows before it; that of another has none.
         is_running = state.length[ring.env_of(slots)] > 0
         is_last = jnp.where(is_newest, ~is_running, state.back[after] == 0) & (self.k > 1)
         return is_last | self.unit.is_episode_end(context, state.unit, slots)
@@ -283,6 +285,7 @@ class FrameStack(WrappingUnit):
         frames, is_whole, real = self._stack(context, state, at)
         # One array for both, as of single rows: the frames of a next observation are those of the
         # observation, moved on by one. Else, as of n-step returns, they are read too.
+        # By identity: both leaves are read at the very same array of slots, or at different rows.
         if at is not at_next:
             more, _, more_real = self._stack(context, state, at_next)
             frames = jnp.concatenate([frames, more[..., 1:]], axis=-1)
@@ -319,6 +322,7 @@ class FrameStack(WrappingUnit):
         back = gather.read(state.back, slots).astype(jnp.int32)
         oldest = held.before(ring, slots)
         step = jnp.arange(self.k - 1, -1, -1, dtype=jnp.int32)
+        # Frames before the episode, or that are not held, repeat the first one that is there.
         near = jnp.minimum(step, jnp.minimum(back, oldest)[..., None])
         stack = ring.slot_before(slots[..., None], near * ring.envs)
         return stack, back <= oldest, step <= back[..., None]
@@ -331,6 +335,7 @@ class FrameStack(WrappingUnit):
 
         def frames(name: str) -> jax.Array:
             leaf = named[name]
+            # `plan_read` has repeated the first frame already.
             if self.pad == "first":
                 return leaf
             mask = real.reshape(*real.shape, *(1,) * (leaf.ndim - real.ndim))
@@ -342,6 +347,8 @@ class FrameStack(WrappingUnit):
             if not self._is_stacked(name, keys):
                 if not self._is_read_often(name, keys):
                     return leaf
+                # Read k times for the stack of its twin, but not stacked itself: its own row is the
+                # last.
                 return lax.index_in_dim(leaf, self.k - 1, axis, keepdims=False)
             if twin is None:
                 return lax.slice_in_dim(frames(name), 0, self.k, axis=axis)

@@ -138,6 +138,7 @@ class Hindsight(WrappingUnit):
                     "out."
                 )
         achieved = find(spec, self.achieved, "Hindsight: achieved")
+        # The last of `goals` is what was achieved, which all others must be like.
         for path in self.goals[:-1]:
             goal = find(spec, path, "Hindsight: goal")
             mend = f"A goal must be what can be achieved at '{path_name(self.achieved)}'."
@@ -196,6 +197,7 @@ class Hindsight(WrappingUnit):
         for where in at:
             wide[id(where)] = where if where.ndim > 1 else where[:, None]
         chosen = self._goal_rows(context, state, wide[id(at[1])][:, -1], words)
+        # Masked entries read their own row, which is in range.
         chosen = jnp.where(mask, chosen, slots)[:, None]
         # One gather for all rows of what was achieved; `reduce` cuts them apart by these spans.
         every = jnp.concatenate([*wide.values(), chosen], axis=1)
@@ -240,6 +242,7 @@ class Hindsight(WrappingUnit):
         at = gather.read(state.which, slots)
         age, part = episodes.extent(context, state.episodes, env, at, 1)
         own = held.after(ring, slots)
+        # How many rows, counted from the end of the episode, the goal may be from.
         choices = {"future": own - age + 1, "final": jnp.ones_like(age), "episode": part}
         # Rows are counted from the newest back: `age` of them came after the episode.
         back = age + random_bits.below(jnp.maximum(choices[self.strategy], 1), *words)
@@ -249,6 +252,7 @@ class Hindsight(WrappingUnit):
         """Puts other goals where it was so decided, and the rewards that they give."""
         (inner, spans), changed = plan.residuals, plan.info["relabeled"]
         reached = find(raw, self.achieved, "Hindsight: achieved")
+        # The span of each set of rows in the one array that was read.
         own, rewarded, flagged, goal = (
             jax.tree.map(lambda leaf, span=span: leaf[:, span], reached)
             for span in (*spans, slice(-1, None))
@@ -277,6 +281,7 @@ class Hindsight(WrappingUnit):
             ends = _computed(self.terminated, "terminated", flagged, goal, like, lead(_flag(keys)))
             either = ends
             if cut in flags:
+                # A flag may be a number: whatever is not 0 is set.
                 is_cut = flags[cut] != jnp.zeros((), flags[cut].dtype)
                 either = ends | is_cut.reshape(ends.shape)
             for name, flag in {over: ends, done: either}.items():
@@ -301,6 +306,7 @@ def _computed(function: Callable, what: str, reached: Any, goal: Any, old: Any, 
     In the shapes of `old`, whose leaves have `lead` axes before those of a transition.
     """
     one = lambda rows, goal: jax.vmap(function, (0, None))(rows, goal)
+    # One goal for all K rows of an entry.
     new = jax.vmap(one)(reached, jax.tree.map(lambda leaf: leaf[:, 0], goal))
     pytree.check_structure(old, new, f"Hindsight: {what}", "Give what the items have there.")
 

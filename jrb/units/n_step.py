@@ -156,11 +156,14 @@ class NStep(Unit):
         ended = put_rows(state.ended, write, done)
         if state.queue is None or state.length is None:
             return state.replace(ended=ended), every_slot(context, write)
+        # Counted to n at most: a longer episode completes one return with each row.
         length, running = episodes.lengths(state.length, done, write, self.n)
         # A row completes the return of that n - 1 back; where an episode ends, of all rows since.
         back = jnp.arange(self.n - 1, -1, -1, dtype=jnp.int32)
         completes = (back < length[..., None]) & (done[..., None] | (back == self.n - 1))
         entered = anchor_queue.rows_back(context, write, back, completes)
+        # With several environments, returns at the end of an episode enter before older rows of
+        # others.
         slack = self.max_entry_delay if context.ring.envs > 1 else 0
         queue, change = anchor_queue.after_write(context, state.queue, write, entered, slack)
         return state.replace(ended=ended, length=running, queue=queue), change
@@ -229,9 +232,11 @@ class NStep(Unit):
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """Replaces the rewards by their discounted sum."""
         steps, info, discounts = plan.info["steps"], dict(plan.info), None
+        # Rows behind the end repeat the last one, and do not count.
         inside = jnp.arange(self.n, dtype=jnp.int32) < steps[:, None]
         if not isinstance(self.discount, int | float):
             named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
+            # In float32 at least: bfloat16 keeps three digits, of a product fewer.
             leaf = pytree.wide(named[path_name(self.discount)])
             discounts = jnp.where(inside & plan.mask[:, None], leaf.reshape(inside.shape), 1)
             # What follows a discount of 0 is not read: it may be no number.
@@ -270,6 +275,7 @@ def _folded(
         start = step(start, *(leaf[:, k] for leaf in rows))
     if len(order) <= _UNROLLED:
         return start
+    # The rest in a loop, of which each turn has as many rows as were unrolled.
     others = slice(0, -_UNROLLED) if reverse else slice(_UNROLLED, None)
     others = [jnp.moveaxis(leaf[:, others], 1, 0) for leaf in rows]
     body = lambda value, row: (step(value, *row), None)

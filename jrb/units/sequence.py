@@ -203,6 +203,8 @@ class Sequence(Unit):
                 "order of their own. Use sample_by='windows'."
             )
         if self.stride > 1 and writer.blocks_when_full:
+            # With fewer rows, a ring that is full of undrawn rows could be without a window, and
+            # block forever.
             num_rows = self.burn_in + self._enough + self.stride - 1
             checks.window("Sequence: burn_in + length + stride - 1", num_rows, ring.rows)
 
@@ -237,6 +239,7 @@ class Sequence(Unit):
         done = episode_ends(context, write, items)
         # Rows of an episode are counted as far as an anchor or a stride depends on them.
         if self.stride > 1:
+            # A stride is counted from the first row, however long the episode is.
             most = 2**31 - 1
         elif self.sample_by == "whole_episodes":
             most = context.ring.rows + 1
@@ -316,6 +319,8 @@ class Sequence(Unit):
             before: int32 `[E]`, as from `episode_step`; those rows are not held. Where the number
                 is not known, it is large, and a stride is counted from the next row on.
         """
+        # A multiple of the stride, far from 0: the row is no first row, and the stride begins with
+        # it.
         unknown = _UNKNOWN // self.stride * self.stride
         fits = before < (_MANY if self.stride > 1 else unknown)
         before, table = jnp.where(fits, before, unknown), state.episodes
@@ -357,6 +362,7 @@ class Sequence(Unit):
         near = of.clip(step, -before, after - 1)
         ahead = of.where(near < 0, near + ring.rows, near) * ring.envs
         window = ring.slot_after(slots[:, None], ahead)
+        # Without burn-in and padding the first row is the anchor, which needs no arithmetic.
         start = window[:, :1] if is_cut else slots[:, None]
         # Only the outermost real rows of a window can be an episode's first and last.
         first, last, oldest, newest = start, window[:, -1:], step == -before, step == after - 1
@@ -398,6 +404,7 @@ class Sequence(Unit):
             mask: bool `[B, burn_in + L]`.
         """
         priorities, real = priorities[:, -self.length :], mask[:, -self.length :]
+        # Else a negative one would hide behind the maximum of its window.
         priorities = jnp.where(priorities < 0, jnp.nan, priorities)  # refused as a whole
         count = jnp.maximum(jnp.sum(real, axis=1), 1).astype(jnp.float32)
         mean = jnp.sum(jnp.where(real, priorities, 0.0), axis=1) / count

@@ -15,6 +15,7 @@ from jrb.sum_tree import Tree
 from jrb.types import Item, WritePlan, Writer
 from jrb.types.messages import PartState
 
+# The count stops there, and the next number, one more, still fits into 32 bits.
 _MOST = np.uint32(2**32 - 2)
 
 
@@ -45,6 +46,7 @@ class OneByOne(Writer):
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Returns the state without items; no slot has the number of one."""
         return state.replace(
+            # No item has the next number, so no stamp from before the reset is current again.
             stamps=dependencies.overwrite(state.stamps, state.number, token),
             count=jnp.minimum(state.count, 0) + token,
             number=state.number + np.uint32(1),
@@ -136,6 +138,7 @@ class MaxValue(OneByOne):
         leaves = jax.tree.leaves(find(items, self.key, "MaxValue: key"))
         length = leaves[0].shape[0]
         flat = [leaf.astype(jnp.float32).reshape(length * ring.envs, -1) for leaf in leaves]
+        # Several leaves, or axes, below the key add up to one rank.
         ranks = jnp.sum(flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1), axis=1)
         written = jnp.ones(length, jnp.bool_) if mask is None else mask
         ranked = jnp.repeat(written, ring.envs) & ~jnp.isnan(ranks)
@@ -145,6 +148,7 @@ class MaxValue(OneByOne):
             lowest, worst = sum_tree.lowest(state.ranks)
             is_full = state.count >= ring.capacity
             is_taken = ranked[i] & (~is_full | (ranks[i] > lowest))
+            # A zero made of the count, which waits for earlier reads, makes this write wait too.
             slot = jnp.where(is_full, worst + jnp.minimum(state.count, 0), state.count)
             at = jnp.where(is_taken, slot, ring.capacity)
             number = state.number + i.astype(jnp.uint32)
@@ -272,6 +276,7 @@ class Reservoir(OneByOne):
         length, capacity = jax.tree.leaves(items)[0].shape[0], ring.capacity
         written = jnp.ones(length, jnp.bool_) if mask is None else mask
         is_written = jnp.repeat(written, ring.envs)
+        # How many items of this call come before each: its number is `came + rank + 1`.
         rank = jnp.cumsum(is_written, dtype=jnp.uint32) - is_written.astype(jnp.uint32)
         # Item number n, `bound`, gets slot n - 1 until all are taken; then any of n, if it exists.
         bound = jnp.minimum(rank, _MOST - state.came) + state.came + np.uint32(1)
@@ -279,6 +284,8 @@ class Reservoir(OneByOne):
         chosen = random_bits.below(bound, *words).astype(jnp.uint32)
         slots = jnp.where(bound <= capacity, bound - np.uint32(1), chosen)
         slots = jnp.where(is_written & (slots < capacity), slots, np.uint32(capacity))
+        # Of several items for one slot the last stays, as if they had come one call after the
+        # other.
         slots = ring.distinct(slots.astype(jnp.int32)) + jnp.minimum(state.count, 0)
         total = jnp.sum(is_written, dtype=jnp.uint32)
         came = jnp.minimum(total, _MOST - state.came) + state.came
@@ -298,6 +305,8 @@ class Reservoir(OneByOne):
         self, ring: Ring, state: ReservoirState, old: ReservoirState
     ) -> ReservoirState:
         """Counts items on; but a larger buffer that is not full counts what it holds only."""
+        # A reservoir that is not full holds all that came to it: it cannot go on as if more had
+        # come.
         is_full = state.count >= ring.capacity
         return state.replace(came=jnp.where(is_full, jnp.maximum(state.came, old.came), state.came))
 

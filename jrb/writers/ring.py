@@ -103,6 +103,7 @@ class PerEnvironment(RingWriter):
     def in_order(self, ring: Ring, state: Clock) -> tuple[jax.Array, jax.Array]:
         """Returns all slots, by the rows of their environment written since; and how many hold."""
         held, slots = self.held(ring, state), jnp.arange(ring.capacity, dtype=jnp.int32)
+        # Environments share no clock: their items compare by how many rows came after them.
         later = jnp.where(held.holds(ring, slots), held.after(ring, slots), -1)
         return jnp.argsort(-later, stable=True).astype(jnp.int32), held.size
 
@@ -125,6 +126,7 @@ class ReadOnly(Writer):
 
     def __post_init__(self) -> None:
         check_part("writer", self.writer)
+        # Class variables of other writers are facts of the inner one here.
         for name in ("is_chronological", "per_env"):
             object.__setattr__(self, name, getattr(self.writer, name))
 
