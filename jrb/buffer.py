@@ -274,8 +274,7 @@ class ReplayBuffer:
                 f"got {type(self.sampler).__name__}. Build the buffer with "
                 "sampler=jrb.Prioritized()."
             )
-        # Objects have no arrays to look at: how many there are is known only to the storage's own
-        # verbs.
+        # `extend` takes a sequence of rows of objects, which is checked where it is written.
         if self.storage.of_objects and not is_add:
             return eager.write_objects(self, state, items, mask, verb, priorities, donate)
         if not self.storage.of_objects:

@@ -123,8 +123,7 @@ class SampleToInsert:
         """
         count = _counted(count)
         missing = jnp.minimum(self.min_size - counters.inserted, count)
-        # Twice the tolerance is never reached by allowed calls; beyond it nothing has to be
-        # counted.
+        # Allowed calls stay within the tolerance; of others, as much again is remembered.
         room = 2 * self._most - counters.balance
         # Cut before it is multiplied, so that the product stays within int32.
         owed = jnp.minimum(count - missing, room // self._fraction.numerator + 1)
