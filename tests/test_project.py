@@ -20,7 +20,7 @@ ROOT = pathlib.Path(jrb.__file__).parent
 ROOMS = [
     {"_util"},
     {"_store", "_xla", "keys", "ring", "limits"},
-    {"types", "layouts", "state", "sum_tree"},
+    {"types", "layouts", "state", "sum_tree", "jaxpr_search"},
     {"_core"},
     {"writers", "storages", "samplers", "units", "transforms"},
     {"authoring", "buffer", "doctor"},

@@ -40,12 +40,12 @@ class BitStorage(Storage):
         return jax.tree.unflatten(*state.structure)
 
     def write(
-        self, context: Context, state: BitState, write: WritePlan, items: Item
+        self, context: Context, state: BitState, plan: WritePlan, items: Item
     ) -> tuple[BitState, WritePlan]:
         """Packs the items, and has them written."""
         packed = jax.tree.map(_packed, items, self.spec(state))
-        rows, write = self.rows.write(context, state.rows, write, packed)
-        return state.replace(rows=rows), write
+        rows, plan = self.rows.write(context, state.rows, plan, packed)
+        return state.replace(rows=rows), plan
 
     def read(self, context: Context, state: BitState, where: SlotsForLeaf) -> Item:
         """Reads packed rows, in one gather, and unpacks them."""

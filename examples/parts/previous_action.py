@@ -75,13 +75,13 @@ class PreviousAction(Unit):
         )
 
     def on_write(
-        self, context: Context, state: PreviousActionState, write: WritePlan, items: Item
+        self, context: Context, state: PreviousActionState, plan: WritePlan, items: Item
     ) -> tuple[PreviousActionState, AnchorUpdate]:
         """What is written enters, what it overwrites leaves."""
-        ends = episode_ends(context, write, items)
-        length, running = episode_lengths(state.running, ends, write, most=2)
-        follows = put_rows(state.follows, write, length > 1)
-        return PreviousActionState(follows=follows, running=running), every_slot(context, write)
+        ends = episode_ends(context, plan, items)
+        length, running = episode_lengths(state.running, ends, plan, most=2)
+        follows = put_rows(state.follows, plan, length > 1)
+        return PreviousActionState(follows=follows, running=running), every_slot(context, plan)
 
     def truncate(
         self, context: Context, state: PreviousActionState, which: jax.Array

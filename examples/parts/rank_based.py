@@ -60,7 +60,7 @@ class RankBased(PrioritizedSampler, ShardedSampler):
         self, ring: Ring, state: RankBasedState, change: AnchorUpdate, anchors: Anchors
     ) -> RankBasedState:
         """Anchors that left lose their priority first: a slot may leave and enter at once."""
-        raw = state.raw.at[change.departed(ring)].set(-1, mode="drop")
+        raw = state.raw.at[change.departed_slots(ring)].set(-1, mode="drop")
         return state.replace(raw=raw.at[change.entered].set(state.highest, mode="drop"))
 
     def draw(

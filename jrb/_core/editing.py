@@ -200,7 +200,7 @@ def flagged_ends(buffer: Buffer, context: Context, items: Item) -> jax.Array:
     every = _all_rows(context.ring, context.held)
     if buffer.keys.episode is not None:
         first = buffer.keys.get(items, "episode")[0].reshape(-1)
-        changes = episode_changes(items, buffer.keys, every.times[0], first)
+        changes = episode_changes(items, buffer.keys, every.written_by_clock, first)
         every = dataclasses.replace(every, cuts=changes[0])
     return episode_ends(context, every, items)
 
@@ -219,12 +219,12 @@ def _rebuilt(
     state: BufferState,
     items: Item,
     cuts: jax.Array,
-    write: WritePlan,
+    plan: WritePlan,
 ) -> BufferState:
     """Rebuilds unit and sampler from all rows; `context` is from before the edit.
 
     `items` has at least the flags, leaves `[R, E, ...]`, oldest row first; `cuts`, bool `[R, E]`,
-    says after which rows time does not go on; `write` is `_all_rows`, perhaps without the oldest.
+    says after which rows time does not go on; `plan` is `_all_rows`, perhaps without the oldest.
     """
     ring, unit = context.ring, buffer.unit
     token = dependencies.zero_depending_on((items, cuts))
@@ -235,15 +235,15 @@ def _rebuilt(
     if before is not None:
         blank = unit.init_mid_episode(blank, jnp.where(context.held.rows(ring) > 0, before, 0))
     if state.numbers is not None:
-        changes = episode_changes(items, buffer.keys, write.times[0], state.numbers)
+        changes = episode_changes(items, buffer.keys, plan.written_by_clock, state.numbers)
         cuts, state = cuts | changes[0], state.replace(numbers=changes[2])
-    write = dataclasses.replace(write, cuts=cuts)
-    after, change = unit.on_write(_emptied(context), blank, write, items)
+    plan = dataclasses.replace(plan, cuts=cuts)
+    after, change = unit.on_write(_emptied(context), blank, plan, items)
     old = unit.anchors(context, state.unit)
     new = unit.anchors(context_of(buffer, state.writer), after)
     state = state.replace(unit=after)
     # Where every slot is an anchor, no end makes or breaks one.
-    if old.all_held and new.all_held and write.bounded:
+    if old.all_held and new.all_held and plan.bounded:
         return state  # the same slots as before
     sampler = buffer.sampler.rebuild_index(ring, state.sampler, change.entered, old, new)
     return state.replace(sampler=sampler)
@@ -278,7 +278,7 @@ def _written_anew(
     items = jax.tree_util.tree_map_with_path(changed, items)
     blank = buffer.storage.reset(ring, state.storage, dependencies.zero_depending_on(items))
     every = _all_rows(ring, context.held)
-    storage, write = buffer.storage.write(_emptied(context), blank, every, items)
-    writer = buffer.writer.evict_oldest(ring, state.writer, write.expired)
+    storage, plan = buffer.storage.write(_emptied(context), blank, every, items)
+    writer = buffer.writer.evict_oldest(ring, state.writer, plan.expired)
     state = state.replace(storage=storage, writer=writer, edits=_mixed(state, slots, values))
-    return _rebuilt(buffer, context, state, items, before, write)
+    return _rebuilt(buffer, context, state, items, before, plan)

@@ -77,9 +77,9 @@ class HostStorageProxy(DeviceProxy):
         return state
 
     def write(
-        self, context: Context, state: PartState, write: WritePlan, items: Item
+        self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[jax.Array, WritePlan]:
-        return write.slots, write
+        return plan.slots, plan
 
     def planned(self, plan: jax.Array) -> tuple[jax.Array, None]:
         return plan, None

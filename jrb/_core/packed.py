@@ -125,9 +125,9 @@ def with_array(column: Column, array: Any) -> Column:
     return dataclasses.replace(column, words=array) if is_column(column) else array
 
 
-def put_column(column: Column, write: WritePlan, words: jax.Array) -> Column:
+def put_column(column: Column, plan: WritePlan, words: jax.Array) -> Column:
     """Puts rows `[T, E, ...]`, as they are stored, at the slots of a write."""
-    return with_array(column, put_rows(stored_array(column), write, lax.stop_gradient(words)))
+    return with_array(column, put_rows(stored_array(column), plan, lax.stop_gradient(words)))
 
 
 def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Array:
@@ -186,15 +186,15 @@ class RowOrder:
             return (slots,)
         return lax.rem(slots, np.uint32(self.envs)), lax.div(slots, np.uint32(self.envs))
 
-    def put(self, array: jax.Array, write: WritePlan, words: jax.Array) -> jax.Array:
+    def put(self, array: jax.Array, plan: WritePlan, words: jax.Array) -> jax.Array:
         """Puts rows `[T, E, W]` at the slots of a write (see `put_rows`)."""
-        if write.consecutive:
+        if plan.consecutive:
             # Signed: under `vmap` JAX 0.5 writes nothing where such an index has no sign.
-            start = self.index(write.starts[0])[-1].astype(jnp.int32)
+            start = self.index(plan.starts[0])[-1].astype(jnp.int32)
             block = words[0] if self.envs is None else words[0][:, None]
             return lax.dynamic_update_slice_in_dim(array, block, start, axis=self.axes - 1)
         words = words.reshape(-1, words.shape[-1])
-        return self.edit(array, write.slots.reshape(-1), slice(None), words)
+        return self.edit(array, plan.slots.reshape(-1), slice(None), words)
 
     def edit(
         self, array: jax.Array, slots: jax.Array | None, part: slice, words: jax.Array
@@ -427,7 +427,7 @@ def spec(state: PartState) -> Item:
     return jax.tree.map(one, _places(state), is_leaf=is_column)
 
 
-def put(state: PartState, write: WritePlan, items: Item) -> tuple[Any, WritePlan]:
+def put(state: PartState, plan: WritePlan, items: Item) -> tuple[Any, WritePlan]:
     """Puts rows `[T, E, ...]` at the slots of a write; returns the write too."""
     # The write waits for these rows (see `WritePlan.in_line`). Gradients stop here.
     _, entries = _entries(state)
@@ -437,8 +437,8 @@ def put(state: PartState, write: WritePlan, items: Item) -> tuple[Any, WritePlan
         if isinstance(it, LeafSlice):
             parts.setdefault(it.words, []).append((it, lax.stop_gradient(new)))
         else:
-            it = put_column(it, write, to_words(new))
-            write = write.in_line(stored_array(it))
+            it = put_column(it, plan, to_words(new))
+            plan = plan.in_line(stored_array(it))
         after.append(it)
     arrays = {}
     join = lambda parts: jnp.concatenate(list(parts), axis=-1)
@@ -450,9 +450,9 @@ def put(state: PartState, write: WritePlan, items: Item) -> tuple[Any, WritePlan
         runs = itertools.groupby(leaves, key=lambda pair: pair[0].dtype)
         flat = (join(it.flat(leaf) for it, leaf in run) for _, run in runs)
         words = join(_as_words(values, np.dtype(name)) for values in flat)
-        arrays[name] = state.order.put(state.arrays[name], write, words)
-        write = write.in_line(arrays[name])
-    return _changed(state, after, arrays), write
+        arrays[name] = state.order.put(state.arrays[name], plan, words)
+        plan = plan.in_line(arrays[name])
+    return _changed(state, after, arrays), plan
 
 
 def edit(state: PartState, slots: jax.Array | None, values: dict[str, jax.Array]) -> Any:

@@ -105,7 +105,9 @@ def write(
         state = state.replace(sampler=state.sampler.replace(draws=draws))
     if state.numbers is not None:
         # Items carry the number of their episode: another number ends the one before.
-        changes, ended, numbers = episode_changes(items, buffer.keys, plan.times[0], state.numbers)
+        changes, ended, numbers = episode_changes(
+            items, buffer.keys, plan.written_by_clock, state.numbers
+        )
         state = _truncated(buffer, context, state, ended & (context.held.rows(ring) > 0))
         state, cuts = state.replace(numbers=numbers), changes if cuts is None else changes | cuts
     # From here on, units and transforms also see the ends that no flag tells of.
@@ -115,7 +117,7 @@ def write(
         state = state.replace(transforms=learned)
     incoming = IncomingPriorities(
         slots=plan.slots.reshape(-1),
-        row_mask=plan.times[0],
+        row_mask=plan.written_by_clock,
         priorities=None if priorities is None else priorities.astype(jnp.float32).reshape(-1),
         first_slot=plan.starts[0] if plan.consecutive else None,
     )

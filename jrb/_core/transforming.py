@@ -115,7 +115,7 @@ def init(transforms: tuple, context: Context, spec: Item) -> tuple:
 
 
 def learned(
-    transforms: tuple, states: tuple, context: Context, items: Item, write: WritePlan
+    transforms: tuple, states: tuple, context: Context, items: Item, plan: WritePlan
 ) -> tuple:
     """Returns the states after a write of items, as they are stored, leaves `[T, E, ...]`."""
     # `context` is of the buffer before the write.
@@ -123,8 +123,8 @@ def learned(
     if not first:
         return states
     lead = jax.tree.leaves(items)[0].shape[:2]
-    mask = jnp.broadcast_to(write.times[0], lead)
-    ended = mask & episode_ends(context, write, items)
+    mask = jnp.broadcast_to(plan.written_by_clock, lead)
+    ended = mask & episode_ends(context, plan, items)
     rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), items)
     remaining, after = iter(states), []
     for number, transform in enumerate(first):

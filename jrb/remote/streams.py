@@ -41,16 +41,16 @@ class OneStream(Storage):
         return self.inner.spec(state)
 
     def write(
-        self, context: Context, state: Any, write: WritePlan, items: Item
+        self, context: Context, state: Any, plan: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
         """Puts the items, the same for all streams, at the slots of the one that has any."""
-        used = jnp.any(write.slots < context.ring.capacity, axis=0)
+        used = jnp.any(plan.slots < context.ring.capacity, axis=0)
         first = jnp.argmax(used).astype(jnp.int32) // self.width * self.width
-        slots = lax.dynamic_slice_in_dim(write.slots, first, self.width, axis=1)
-        own = dataclasses.replace(write, slots=slots, starts=slots.reshape(-1))
+        slots = lax.dynamic_slice_in_dim(plan.slots, first, self.width, axis=1)
+        own = dataclasses.replace(plan, slots=slots, starts=slots.reshape(-1))
         items = jax.tree.map(lambda leaf: leaf[:, : self.width], items)
         state, _ = self.inner.write(context, state, own, items)
-        return state, write
+        return state, plan
 
     def read(self, context: Context, state: Any, where: SlotsForLeaf) -> Item:
         """Calls the storage inside."""

@@ -148,7 +148,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         if change.expired is not None and change.most is None:
             state = _without_run(self, ring, state, change.expired)
             change = dataclasses.replace(change, expired=None)
-        departed = change.departed(ring)
+        departed = change.departed_slots(ring)
         # Not a constant, which would be known before the slots: its writes would wait for nothing.
         none = jnp.minimum(departed.astype(jnp.float32), _NO_ANCHOR)
         # One scatter for both: those that depart first, as a slot may do both in one call.

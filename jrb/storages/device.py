@@ -111,12 +111,12 @@ class DeviceStorage(Storage):
         return packed.spec(self.slotted(state))
 
     def write(
-        self, context: Context, state: PartState, write: WritePlan, items: Item
+        self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
         """Writes a slice for consecutive slots, else a scatter of items. Gradients stop here."""
         if self.share_next_observations:
-            return _write_shared(context, state, write, items)
-        return packed.put(state, write, items)
+            return _write_shared(context, state, plan, items)
+        return packed.put(state, plan, items)
 
     def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
         """Reads by one gather for each large leaf, and one for all small leaves of one size."""
@@ -245,7 +245,7 @@ def next_observation_rows(
 
 
 def _write_shared(
-    context: Context, state: SharedObservations, write: WritePlan, items: Item
+    context: Context, state: SharedObservations, plan: WritePlan, items: Item
 ) -> tuple[SharedObservations, WritePlan]:
     """Writes observations one row after the other, and all else at once."""
     shared = shared_leaves(packed.spec(state.items), context.keys)
@@ -254,47 +254,47 @@ def _write_shared(
     both = {name: (after, new[name], new[after]) for after, name in shared.items()}
     before = context.held.rows(context.ring)[0]
     carry = ({name: packed.stored_array(old[name]) for name in both}, state, before)
-    step = lambda t, carry: _write_row(context, write, both, t, carry)
+    step = lambda t, carry: _write_row(context, plan, both, t, carry)
     # One row, as `add` writes it, needs no loop to be compiled.
-    if write.written.size == 1:
+    if plan.written.size == 1:
         arrays, state, num_rows = step(0, carry)
     else:
-        arrays, state, num_rows = dependencies.loop(write.written.size, step, carry)
+        arrays, state, num_rows = dependencies.loop(plan.written.size, step, carry)
 
     def put(path: tuple, column: packed.Column) -> packed.Column:
         name = pytree.leaf_name(path)
         if name in arrays:
             return packed.with_array(column, arrays[name])
-        return column if name in shared else packed.put_column(column, write, new[name])
+        return column if name in shared else packed.put_column(column, plan, new[name])
 
     items = jax.tree_util.tree_map_with_path(put, state.items, is_leaf=packed.is_column)
     # Rows that left for the pool's sake are expired, and if they came with this call, not written.
-    expired = before + write.rows - num_rows
-    stays = before + write.passed > expired
+    expired = before + plan.rows - num_rows
+    stays = before + plan.passed > expired
     drop = lambda slots, stays: jnp.where(stays, slots, context.ring.capacity)
     plan = dataclasses.replace(
-        write,
-        starts=drop(write.starts, stays),
-        slots=drop(write.slots, stays[:, None]),
+        plan,
+        starts=drop(plan.starts, stays),
+        slots=drop(plan.slots, stays[:, None]),
         expired=expired,
         bounded=False,
     )
     return state.replace(items=items), plan
 
 
-def _write_row(context: Context, write: WritePlan, both: Any, t: Any, carry: Any) -> Any:
+def _write_row(context: Context, plan: WritePlan, both: Any, t: Any, carry: Any) -> Any:
     """Writes row t: settles the row before it, and makes room in the pool.
 
     `context` is that before the call. `both` maps the name of an observation to that of the next
     one, and to their rows `[T, E, ...]`.
     """
     arrays, state, num_rows = carry  # observations by name, and how many rows are held
-    ring, room, is_written = context.ring, state.owner.size, write.written[t]
+    ring, room, is_written = context.ring, state.owner.size, plan.written[t]
     envs = jnp.arange(ring.envs, dtype=jnp.int32)
     tail, end = ring.capacity + room, ring.capacity + room + ring.envs  # nothing is at the end
     waited = jnp.minimum(state.head, 0)  # zero, not known before what earlier draws read
     cursor = context.held.next_row(ring)[0]  # of the first row of the call
-    start = ring.row_after(cursor, write.passed[t] - 1 + ring.rows) * ring.envs
+    start = ring.row_after(cursor, plan.passed[t] - 1 + ring.rows) * ring.envs
     before = ring.slot_before(start, ring.envs) + envs
 
     # What was kept as the next observation of the row before is compared with the observation that

@@ -435,15 +435,15 @@ class HostArrays(HostStorage):
     # Inside jit.
 
     def write(
-        self, context: Context, state: PartState, write: WritePlan, items: Item
+        self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
         """Writes to the device, and by a call to the host."""
         view, before = self.view(state), self.device_state(state)
-        planned, write = self.device_part.write(context, before, write, items)
+        planned, plan = self.device_part.write(context, before, plan, items)
         slots, device_state = self.device_part.planned(planned)
         leaves = [lax.stop_gradient(casting.raw(leaf)) for leaf in jax.tree.leaves(items)]
         version = call(view.rows.put, VERSION, view.version, slots, *leaves)
-        return self.combine(view.after(version), device_state), write
+        return self.combine(view.after(version), device_state), plan
 
     def edit(
         self,

@@ -136,7 +136,7 @@ class ListStorage(HostStorage):
         raise refusal()
 
     def write(
-        self, context: Context, state: Objects, write: WritePlan, items: Item
+        self, context: Context, state: Objects, plan: WritePlan, items: Item
     ) -> tuple[Objects, WritePlan]:
         """Raises `TypeError`."""
         raise refusal()

@@ -67,16 +67,16 @@ class DeviceCache(DeviceProxy):
         return packed.spec(state.items)
 
     def write(
-        self, context: Context, state: DeviceCacheState, write: WritePlan, items: Item
+        self, context: Context, state: DeviceCacheState, plan: WritePlan, items: Item
     ) -> tuple[tuple[jax.Array, DeviceCacheState], WritePlan]:
         """Returns the slots, int32 `[T, E]`, and the state with the last of the rows."""
         # The cache has a clock of its own, and plans the same rows around its smaller ring.
-        mask = None if write.consecutive else write.written
+        mask = None if plan.consecutive else plan.written
         ring = self.ring(context.ring)
-        clock, put = plan_rows(ring, state.clock, write.passed.size, mask)
+        clock, put = plan_rows(ring, state.clock, plan.passed.size, mask)
         write_to = lambda column, new: packed.put_column(column, put, packed.to_words(new))
         new = jax.tree.map(write_to, state.items, items, is_leaf=packed.is_column)
-        return (write.slots, DeviceCacheState(items=new, clock=clock)), write
+        return (plan.slots, DeviceCacheState(items=new, clock=clock)), plan
 
     def edit(
         self,

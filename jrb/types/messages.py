@@ -99,15 +99,24 @@ class WritePlan:
         return self.passed[-1]
 
     @property
-    def times(self) -> tuple[jax.Array, jax.Array]:
-        """`written` and `passed` with an axis of clocks, `[T, 1]` or `[T, E]`."""
-        wide = lambda array: array.reshape(self.length, -1)
-        return wide(self.written), wide(self.passed)
+    def written_by_clock(self) -> jax.Array:
+        """`written` with an axis of clocks, bool `[T, 1]` or `[T, E]`."""
+        return self.written.reshape(self.length, -1)
 
     @property
-    def lengths(self) -> tuple[jax.Array, jax.Array]:
-        """The rows that leave and those that are written, by clock: int32 `[1]` or `[E]`."""
-        return self.expired.reshape(-1), self.rows.reshape(-1)
+    def passed_by_clock(self) -> jax.Array:
+        """`passed` with an axis of clocks, int32 `[T, 1]` or `[T, E]`."""
+        return self.passed.reshape(self.length, -1)
+
+    @property
+    def expired_by_clock(self) -> jax.Array:
+        """`expired` with an axis of clocks, int32 `[1]` or `[E]`."""
+        return self.expired.reshape(-1)
+
+    @property
+    def rows_by_clock(self) -> jax.Array:
+        """`rows` with an axis of clocks, int32 `[1]` or `[E]`."""
+        return self.rows.reshape(-1)
 
     def after(self, token: jax.Array) -> "WritePlan":
         """Returns the plan with slots that are not known before `token`, an int32 zero."""
@@ -182,7 +191,7 @@ class IncomingPriorities:
 class AnchorUpdate:
     """The anchors that departed in one call, and then those that entered.
 
-    Most samplers need `entered` and `departed(ring)` only.
+    Most samplers need `entered` and `departed_slots(ring)` only.
 
     Attributes:
         entered: int32 `[K]`, slots that became anchors, or are anchors of a new item; N or more for
@@ -214,7 +223,7 @@ class AnchorUpdate:
     removed: jax.Array | None = None
     incoming: IncomingPriorities | None = None
 
-    def departed(self, ring: Ring) -> jax.Array:
+    def departed_slots(self, ring: Ring) -> jax.Array:
         """Returns the slots that are no anchors any more, unless they entered again, int32 `[M]`.
 
         N or more for padding. M is N if more rows departed than were written, else it does not grow
@@ -387,7 +396,7 @@ def plan_rows(
         starts = ring.row_after(clock.cursor, passed - 1) * ring.envs
         starts = jnp.where(kept, starts, ring.capacity)
     slots = ring.row_slots(starts)
-    write = WritePlan(
+    plan = WritePlan(
         # With clocks of their own, the environments of a row are not side by side: an item is a
         # row.
         starts=slots.reshape(-1) if each else starts,
@@ -397,32 +406,32 @@ def plan_rows(
         expired=jnp.maximum(clock.count - ring.rows + passed[-1], 0),
         consecutive=single,
     )
-    return ring.advance(clock, write.rows), write
+    return ring.advance(clock, plan.rows), plan
 
 
-def put_rows(array: jax.Array, write: WritePlan, rows: jax.Array) -> jax.Array:
+def put_rows(array: jax.Array, plan: WritePlan, rows: jax.Array) -> jax.Array:
     """Puts rows `[T, E, ...]` at the slots of a write, in an array `[N, ...]`."""
-    # A slice for consecutive slots, else a scatter of items without those that `write` drops.
-    if write.consecutive:
-        return lax.dynamic_update_slice_in_dim(array, rows[0], write.starts[0], axis=0)
-    items = rows.reshape(write.slots.size, *rows.shape[2:])
-    return array.at[write.slots.reshape(-1)].set(items, mode="drop")
+    # A slice for consecutive slots, else a scatter of items without those that `plan` drops.
+    if plan.consecutive:
+        return lax.dynamic_update_slice_in_dim(array, rows[0], plan.starts[0], axis=0)
+    items = rows.reshape(plan.slots.size, *rows.shape[2:])
+    return array.at[plan.slots.reshape(-1)].set(items, mode="drop")
 
 
-def episode_ends(context: Context, write: WritePlan, items: Item) -> jax.Array:
+def episode_ends(context: Context, plan: WritePlan, items: Item) -> jax.Array:
     """Returns which rows of a write are the last of their episodes, by flags or cuts, `[T, E]`.
 
     Args:
         context: of the buffer.
-        write: of these rows.
+        plan: of these rows.
         items: leaves `[T, E, ...]`; those without any flag end by cuts only.
     """
     # Without flags, episodes end where the writer of the buffer says so: by cuts, see `truncate`.
     if context.keys.flags(items):
         done = ends_of(items, context.keys)
     else:
-        done = jnp.zeros(write.slots.shape, jnp.bool_)
-    return done if write.cuts is None else done | write.cuts
+        done = jnp.zeros(plan.slots.shape, jnp.bool_)
+    return done if plan.cuts is None else done | plan.cuts
 
 
 def all_held(context: Context) -> Anchors:
@@ -432,29 +441,30 @@ def all_held(context: Context) -> Anchors:
     return Anchors(count=held.size, nth=nth, all_held=True)
 
 
-def every_slot(context: Context, write: WritePlan) -> AnchorUpdate:
+def every_slot(context: Context, plan: WritePlan) -> AnchorUpdate:
     """Returns the update by a write if every slot that holds an item is an anchor."""
-    ring, held, (expired, passed) = context.ring, context.held, write.lengths
-    entered, leaving = write.slots.reshape(-1), {}
-    if not write.bounded:  # else each slot that leaves enters again, with another item
-        leaving = departures(context, write)
+    ring, held = context.ring, context.held
+    expired, written = plan.expired_by_clock, plan.rows_by_clock
+    entered, leaving = plan.slots.reshape(-1), {}
+    if not plan.bounded:  # else each slot that leaves enters again, with another item
+        leaving = departures(context, plan)
     if held.streams == 1:
         count = expired[0] * ring.envs
-        overwritten = jnp.maximum(held.rows(ring) + passed - ring.rows, 0)[0]
+        overwritten = jnp.maximum(held.rows(ring) + written - ring.rows, 0)[0]
         # A storage may give up rows before their slots are needed (`WritePlan.bounded`).
         early = expired[0] > overwritten  # ranks then move, though no slot is written
         return AnchorUpdate(
             entered=entered,
-            entered_count=passed[0] * ring.envs,
+            entered_count=written[0] * ring.envs,
             departed_count=count,
             departed_from=lambda rank: jnp.maximum(count - rank, 0),
-            reordered=jnp.bool_(False) if write.bounded else early,
-            consecutive=write.consecutive,
+            reordered=jnp.bool_(False) if plan.bounded else early,
+            consecutive=plan.consecutive,
             **leaving,
         )
     # An item that takes the place of another has its rank, too (see `Occupancy`): only what makes a
     # stream longer moves the ranks of others, and only rows that are not overwritten depart.
-    grown = jnp.maximum(passed - expired, 0)
+    grown = jnp.maximum(written - expired, 0)
     removed = leaving.get("removed", jnp.zeros(0, jnp.int32))
     departs, safe = removed < ring.capacity, jnp.minimum(removed, ring.capacity - 1)
     at_or_behind = lambda rank: departs & (held.rank(ring, safe) >= rank)
@@ -463,19 +473,19 @@ def every_slot(context: Context, write: WritePlan) -> AnchorUpdate:
         entered_count=jnp.sum(grown, dtype=jnp.int32),
         departed_count=jnp.sum(departs, dtype=jnp.int32),
         departed_from=lambda rank: jnp.sum(at_or_behind(rank), dtype=jnp.int32),
-        reordered=jnp.any(grown > 0) if write.bounded else jnp.any(departs),
+        reordered=jnp.any(grown > 0) if plan.bounded else jnp.any(departs),
         **leaving,
     )
 
 
-def departures(context: Context, write: WritePlan) -> dict[str, Any]:
+def departures(context: Context, plan: WritePlan) -> dict[str, Any]:
     """Returns the fields of an `AnchorUpdate` for rows that leave: a run of slots, or each slot."""
-    ring, held, (expired, _) = context.ring, context.held, write.lengths
+    ring, held, expired = context.ring, context.held, plan.expired_by_clock
     # Shapes must not depend on values: as many as could leave in any call of this length.
-    most = min(write.length, ring.rows) if write.bounded else ring.rows
+    most = min(plan.length, ring.rows) if plan.bounded else ring.rows
     if held.streams > 1:
         row = jnp.arange(most, dtype=jnp.int32)[:, None]
         slots = jnp.where(row < expired, held.oldest(ring, most), ring.capacity)
         return {"removed": slots.reshape(-1)}
     run = Occupancy(first=held.first, count=jnp.minimum(expired, ring.rows) * ring.envs)
-    return {"expired": run, "most": most * ring.envs if write.bounded else None}
+    return {"expired": run, "most": most * ring.envs if plan.bounded else None}

@@ -204,9 +204,10 @@ class PrioritizedSampler(Sampler):
 
     @abc.abstractmethod
     def on_write(self, ring: Ring, state: PartState, change: AnchorUpdate, anchors: Anchors) -> Any:
-        """Removes the priorities of `change.departed(ring)`, then sets those of `change.entered`.
+        """Removes the priorities of anchors that departed, then sets those of anchors that entered.
 
-        Anchors that enter get the priority of new items.
+        These are `change.departed_slots(ring)`, and `change.entered`, which get the priority of new
+        items.
         """
 
     @abc.abstractmethod

@@ -40,12 +40,12 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def write(
-        self, context: Context, state: PartState, write: WritePlan, items: Item
+        self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
-        """Puts items, leaves `[T, E, ...]`, at the slots of `write`.
+        """Puts items, leaves `[T, E, ...]`, at the slots of `plan`.
 
         Returns:
-            The state, and `write`: the same, or with more rows expired where there was no room.
+            The state, and `plan`: the same, or with more rows expired where there was no room.
         """
 
     @abc.abstractmethod

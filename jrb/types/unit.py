@@ -98,7 +98,7 @@ class Unit(abc.ABC):
 
     @abc.abstractmethod
     def on_write(
-        self, context: Context, state: PartState, write: WritePlan, items: Item
+        self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[Any, AnchorUpdate]:
         """Returns the state after a write, and what it does to the anchors."""
 

@@ -93,20 +93,20 @@ def no_rows(ring: Ring) -> WritePlan:
     )
 
 
-def rows_back(context: Context, write: WritePlan, back: jax.Array, which: jax.Array) -> jax.Array:
+def rows_back(context: Context, plan: WritePlan, back: jax.Array, which: jax.Array) -> jax.Array:
     """Returns the slots some rows back from each row that is written, if they are still held.
 
     Args:
         context: of the buffer, before the write.
-        write: the rows.
+        plan: the rows.
         back: int32 `[K]` or `[T, E, K]`, rows back, from 0.
         which: bool `[T, E, K]`.
 
     Returns:
         int32 `[T * E * K]`, by row; N where there is none.
     """
-    ring, held, (expired, _) = context.ring, context.held, write.lengths
-    written, passed = (array[:, :, None] for array in write.times)
+    ring, held, expired = context.ring, context.held, plan.expired_by_clock
+    written, passed = plan.written_by_clock[..., None], plan.passed_by_clock[..., None]
     cursor, first = held.next_row(ring)[:, None], (expired - held.rows(ring))[:, None]
     # The rows of this call follow the cursor; those before the first that stays are not held.
     row = ring.row_after(cursor, passed - back - 1 + ring.rows)
@@ -118,7 +118,7 @@ def rows_back(context: Context, write: WritePlan, back: jax.Array, which: jax.Ar
 def after_write(
     context: Context,
     queue: AnchorQueue,
-    write: WritePlan,
+    plan: WritePlan,
     entered: jax.Array,
     slack: int,
     lookback: Callable[[jax.Array], jax.Array] | None = None,
@@ -128,7 +128,7 @@ def after_write(
     Args:
         context: of the buffer, before the write.
         queue: the queue before.
-        write: which rows leave.
+        plan: which rows leave.
         entered: int32 `[T * E * k]`, slots that enter, in this order; N for padding.
         slack: by how many rows an anchor may be older than one before it in the queue.
         lookback: from slots, int32 `[...]`, to how many rows before it each of them needs; None if
@@ -137,14 +137,14 @@ def after_write(
     ring, held = context.ring, context.held
     is_one, width = held.streams == 1, ring.envs // held.streams
     # With one stream, `[]` stands for `[S]`.
-    expired = write.lengths[0][0] if is_one else write.lengths[0]
+    expired = plan.expired_by_clock[0] if is_one else plan.expired_by_clock
 
     def leaves(slots: jax.Array) -> jax.Array:
         return held.before(ring, slots) - (lookback(slots) if lookback else 0) < expired
 
-    most, counts = min(write.length, ring.rows) * width, queue.count
+    most, counts = min(plan.length, ring.rows) * width, queue.count
     room = ring.capacity if is_one else ring.rows
-    if not write.bounded:
+    if not plan.bounded:
         most_expired = jnp.max(expired) * width
         queue = _without_leading(ring, queue, leaves, most_expired, most, room)
     passed_over = counts - queue.count
@@ -162,7 +162,7 @@ def after_write(
     def departed_from(from_rank: jax.Array) -> jax.Array:
         of_prefix = jnp.clip(start + passed_over - from_rank, 0, passed_over)
         behind = jnp.sum(leaving & (rank >= from_rank), dtype=jnp.int32)
-        return behind if write.bounded else behind + jnp.sum(of_prefix, dtype=jnp.int32)
+        return behind if plan.bounded else behind + jnp.sum(of_prefix, dtype=jnp.int32)
 
     reordered = jnp.bool_(False)
     # In one stream of several environments, anchors that waited for later rows stand behind younger
@@ -181,9 +181,9 @@ def after_write(
         departed_count=departed_count,
         departed_from=departed_from,
         reordered=reordered if is_one else entered_count + departed_count > 0,
-        **departures(context, write),
+        **departures(context, plan),
     )
-    return _appended(context, queue.without_first(ring, count), write, entered), update
+    return _appended(context, queue.without_first(ring, count), plan, entered), update
 
 
 def _without_leading(
@@ -208,13 +208,13 @@ def _without_leading(
 
 
 def _appended(
-    context: Context, queue: AnchorQueue, write: WritePlan, entered: jax.Array
+    context: Context, queue: AnchorQueue, plan: WritePlan, entered: jax.Array
 ) -> AnchorQueue:
     """Puts the anchors that enter behind the end of each stream."""
     ring = context.ring
     if queue.head.ndim:
         # Several anchors may enter with one row: those of an environment stay in their order.
-        by_env = entered.reshape(write.length, ring.envs, -1)
+        by_env = entered.reshape(plan.length, ring.envs, -1)
         entered = jnp.moveaxis(by_env, 1, 2).reshape(-1, ring.envs)
     entered = entered.reshape(entered.shape[0], -1)  # a column, in one shape for all kernels
     joins = entered < ring.capacity

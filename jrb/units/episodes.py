@@ -21,21 +21,21 @@ _STARTS = 1  # the number that `random_bits.fold` gets for starts within episode
 
 
 def lengths(
-    before: jax.Array, done: jax.Array, write: WritePlan, most: int
+    before: jax.Array, done: jax.Array, plan: WritePlan, most: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the length of the running episode at each row, that row included, and after the call.
 
     Args:
         before: int32 `[E]`, rows of the running episode before the call.
         done: bool `[T, E]`, which rows end an episode.
-        write: which rows are written.
+        plan: which rows are written.
         most: greater lengths are given as this.
 
     Returns:
         int32 `[T, E]`, undefined for rows that are not written; and int32 `[E]`, `before` of the
         next call.
     """
-    written, passed = write.times
+    written, passed = plan.written_by_clock, plan.passed_by_clock
     start = jnp.broadcast_to(-before, done.shape[1:])
     # Rows counted at the last end up to each row; negative where that was before the call.
     ends = lax.cummax(jnp.where(done & written, passed, start), axis=0)
@@ -148,7 +148,7 @@ def init(ring: Ring, enough: int) -> EpisodeTable:
 def after_write(
     context: Context,
     table: EpisodeTable,
-    write: WritePlan,
+    plan: WritePlan,
     done: jax.Array,
     enough: int,
     length: jax.Array | None = None,
@@ -158,7 +158,7 @@ def after_write(
     Args:
         context: of the buffer, before the write.
         table: the episodes before.
-        write: which rows are written and which leave.
+        plan: which rows are written and which leave.
         done: bool `[T, E]`, which rows end an episode.
         enough: as for `init`.
         length: if whole episodes are anchors, the rows of its episode up to each row, int32
@@ -168,10 +168,10 @@ def after_write(
         The episodes after; the update of the anchors; and the position in the table of the episode
         of each row, int32 `[T, E]`.
     """
-    ring, (expired, added) = context.ring, write.lengths
-    written, passed = write.times
+    ring, expired, added = context.ring, plan.expired_by_clock, plan.rows_by_clock
+    written, passed = plan.written_by_clock, plan.passed_by_clock
     # An episode enters the table with the row that makes it long enough, so just once.
-    size, running = lengths(table.length, done, write, enough + 1)
+    size, running = lengths(table.length, done, plan, enough + 1)
     begins = written & (size == enough)
     number = jnp.cumsum(begins, axis=0, dtype=jnp.int32)
     room, env = table.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
@@ -195,7 +195,7 @@ def after_write(
         now=table.now + added.astype(jnp.uint32),
     )
     rows_held, whole = context.held.rows(ring) + added - expired, length is not None
-    after = _without_lost(ring, after, rows_held, write, enough, whole)
+    after = _without_lost(ring, after, rows_held, plan, enough, whole)
     # A running episode counts as at most R + 1 rows long: ages never overflow.
     at, most = after.running, np.uint32(ring.rows + 1)
     first = dependencies.materialize(lambda: after.first[at])
@@ -205,8 +205,8 @@ def after_write(
     arrived = jnp.sum(done & written, axis=0, dtype=jnp.int32) if whole else number[-1]
     update = _update(ring, table, after, arrived, whole)
     if length is not None:
-        entered = _first_rows(context, write, done, length)
-        leaving = departures(context, write)  # no row that leaves is an anchor
+        entered = _first_rows(context, plan, done, length)
+        leaving = departures(context, plan)  # no row that leaves is an anchor
         update = dataclasses.replace(update, entered=entered, **leaving)
     return after, update, position
 
@@ -235,12 +235,10 @@ def truncate(
     return after, dataclasses.replace(update, entered=entered)
 
 
-def _first_rows(
-    context: Context, write: WritePlan, ends: jax.Array, length: jax.Array
-) -> jax.Array:
+def _first_rows(context: Context, plan: WritePlan, ends: jax.Array, length: jax.Array) -> jax.Array:
     """Returns the first rows of the episodes that end, int32 `[T * E]`; N where none is held."""
     back = jnp.maximum(length - 1, 0)[..., None]
-    return anchor_queue.rows_back(context, write, back, ends[..., None])
+    return anchor_queue.rows_back(context, plan, back, ends[..., None])
 
 
 def _update(
@@ -262,7 +260,7 @@ def _without_lost(
     ring: Ring,
     table: EpisodeTable,
     rows_held: jax.Array,
-    write: WritePlan,
+    plan: WritePlan,
     enough: int,
     whole: bool,
 ) -> EpisodeTable:
@@ -285,10 +283,10 @@ def _without_lost(
         lost = jnp.sum(is_lost, axis=0, dtype=jnp.int32)
         return table.replace(head=(table.head + lost) % room, count=table.count - lost)
 
-    few = min(write.length, ring.rows) // enough + 2
-    if write.bounded:
+    few = min(plan.length, ring.rows) // enough + 2
+    if plan.bounded:
         return drop(table, few)
-    expired = jnp.max(write.expired)
+    expired = jnp.max(plan.expired)
     return anchor_queue.in_passes(drop, table, expired, max(1, (few - 2) * enough), few, room)
 
 

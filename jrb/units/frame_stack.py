@@ -180,23 +180,24 @@ class FrameStack(WrappingUnit):
         return has_twin or self._is_stacked(name, keys)
 
     def on_write(
-        self, context: Context, state: FrameStackState, write: WritePlan, items: Item
+        self, context: Context, state: FrameStackState, plan: WritePlan, items: Item
     ) -> tuple[FrameStackState, AnchorUpdate]:
         """Lets anchors of the inner unit enter, until the ring's tail cuts their stack."""
         ring, held = context.ring, context.held
-        inner, change = self.unit.on_write(context, state.unit, write, items)
-        done = episode_ends(context, write, items)
-        length, running = episodes.lengths(state.length, done, write, self.k)
-        later = write.after(anchor_queue.waited(state.queue))  # `back` was read for it
+        inner, change = self.unit.on_write(context, state.unit, plan, items)
+        done = episode_ends(context, plan, items)
+        length, running = episodes.lengths(state.length, done, plan, self.k)
+        later = plan.after(anchor_queue.waited(state.queue))  # `back` was read for it
         back = put_rows(state.back, later, (length - 1).astype(state.back.dtype))
         state = state.replace(back=back, length=running, unit=inner)
         # An anchor of the inner unit enters if its stack is still held when the write is done.
-        entered = _with_whole_stack(context, write, change.entered, state)
+        entered = _with_whole_stack(context, plan, change.entered, state)
         queue, own = anchor_queue.after_write(
-            context, state.queue, write, entered, self.max_entry_delay, state.rows_before
+            context, state.queue, plan, entered, self.max_entry_delay, state.rows_before
         )
         # Slots at the ring's tail whose stacks reach beyond it, `[(k - 1) E]`, are removed too.
-        slots = held.moved(ring, *write.lengths).oldest(ring, self.k - 1)
+        after = held.moved(ring, plan.expired_by_clock, plan.rows_by_clock)
+        slots = after.oldest(ring, self.k - 1)
         row = jnp.arange(self.k - 1, dtype=jnp.int32)[:, None]
         # Padding, N, is out of range: it reads the last slot, and stays N below.
         safe = jnp.minimum(slots, ring.capacity - 1)
@@ -207,7 +208,7 @@ class FrameStack(WrappingUnit):
         removed = cut if change.removed is None else jnp.concatenate([change.removed, cut])
         own = dataclasses.replace(
             own,
-            consecutive=change.consecutive and write.bounded,
+            consecutive=change.consecutive and plan.bounded,
             expired=change.expired,
             most=change.most,
             removed=removed,
@@ -372,12 +373,12 @@ def _moved_on(frames: jax.Array, k: int, new: jax.Array, axis: int) -> jax.Array
 
 
 def _with_whole_stack(
-    context: Context, write: WritePlan, slots: jax.Array, state: FrameStackState
+    context: Context, plan: WritePlan, slots: jax.Array, state: FrameStackState
 ) -> jax.Array:
     """Returns the slots, N where the stack is no longer held once the write is done."""
     ring = context.ring
     safe = jnp.minimum(slots, ring.capacity - 1)
-    after = context.held.moved(ring, *write.lengths)
+    after = context.held.moved(ring, plan.expired_by_clock, plan.rows_by_clock)
     before = dependencies.materialize(lambda: state.rows_before(safe))
     is_whole = (before <= after.before(ring, safe)) & after.holds(ring, safe)
     return jnp.where(is_whole, slots, ring.capacity)

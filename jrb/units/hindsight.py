@@ -150,13 +150,13 @@ class Hindsight(WrappingUnit):
         )
 
     def on_write(
-        self, context: Context, state: HindsightState, write: WritePlan, items: Item
+        self, context: Context, state: HindsightState, plan: WritePlan, items: Item
     ) -> tuple[HindsightState, AnchorUpdate]:
         """Lets anchors of the inner unit enter, and notes the episode of each row."""
-        done = episode_ends(context, write, items)
-        after, _, which = episodes.after_write(context, state.episodes, write, done, 1)
-        inner, change = self.unit.on_write(context, state.unit, write, items)
-        which = put_rows(state.which, write, which)
+        done = episode_ends(context, plan, items)
+        after, _, which = episodes.after_write(context, state.episodes, plan, done, 1)
+        inner, change = self.unit.on_write(context, state.unit, plan, items)
+        which = put_rows(state.which, plan, which)
         return HindsightState(episodes=after, which=which, unit=inner), change
 
     def truncate(

@@ -149,23 +149,23 @@ class NStep(Unit):
         )
 
     def on_write(
-        self, context: Context, state: NStepState, write: WritePlan, items: Item
+        self, context: Context, state: NStepState, plan: WritePlan, items: Item
     ) -> tuple[NStepState, AnchorUpdate]:
         """Lets rows enter when written; if strict, when their return is complete."""
-        done = episode_ends(context, write, items)
-        ended = put_rows(state.ended, write, done)
+        done = episode_ends(context, plan, items)
+        ended = put_rows(state.ended, plan, done)
         if state.queue is None or state.length is None:
-            return state.replace(ended=ended), every_slot(context, write)
+            return state.replace(ended=ended), every_slot(context, plan)
         # Counted to n at most: a longer episode completes one return with each row.
-        length, running = episodes.lengths(state.length, done, write, self.n)
+        length, running = episodes.lengths(state.length, done, plan, self.n)
         # A row completes the return of that n - 1 back; where an episode ends, of all rows since.
         back = jnp.arange(self.n - 1, -1, -1, dtype=jnp.int32)
         completes = (back < length[..., None]) & (done[..., None] | (back == self.n - 1))
-        entered = anchor_queue.rows_back(context, write, back, completes)
+        entered = anchor_queue.rows_back(context, plan, back, completes)
         # With several environments, returns at the end of an episode enter before older rows of
         # others.
         slack = self.max_entry_delay if context.ring.envs > 1 else 0
-        queue, change = anchor_queue.after_write(context, state.queue, write, entered, slack)
+        queue, change = anchor_queue.after_write(context, state.queue, plan, entered, slack)
         return state.replace(ended=ended, length=running, queue=queue), change
 
     def truncate(

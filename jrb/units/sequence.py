@@ -233,10 +233,10 @@ class Sequence(Unit):
         )
 
     def on_write(
-        self, context: Context, state: SequenceState, write: WritePlan, items: Item
+        self, context: Context, state: SequenceState, plan: WritePlan, items: Item
     ) -> tuple[SequenceState, AnchorUpdate]:
         """Lets a row enter when written; windows and episodes with the last row they wait for."""
-        done = episode_ends(context, write, items)
+        done = episode_ends(context, plan, items)
         # Rows of an episode are counted as far as an anchor or a stride depends on them.
         if self.stride > 1:
             # A stride is counted from the first row, however long the episode is.
@@ -246,36 +246,36 @@ class Sequence(Unit):
         else:
             most = max(self._enough, 2)
         # `length`: rows of its episode up to each row; `steps`: those that count for the stride.
-        length, running = episodes.lengths(state.length, done, write, most)
+        length, running = episodes.lengths(state.length, done, plan, most)
         steps = jnp.minimum(length - 1, 1) if self.stride == 1 else length - 1
         if state.phase is not None:
-            _, passed = write.times
+            passed = plan.passed_by_clock
             to_next = -(state.phase + passed - 1) % self.stride  # rows until it is complete
             # Equal to the phase modulo the stride, and 0 or less at first rows only.
             steps = jnp.where(length == 1, 0, self.stride) - to_next
             state = state.replace(phase=(state.phase + passed[-1]) % self.stride)
-        ended = put_rows(state.ended, write, done)
+        ended = put_rows(state.ended, plan, done)
         if self.stride > 1:  # the counts stay below 2^31, and the same modulo the stride
             surplus = _UNKNOWN // self.stride * self.stride
             running = jnp.where(running >= _MANY, running - surplus, running)
         # Two small writes in turn: both at once would wake a thread (see `WritePlan.in_line`).
-        later = write.in_line(ended)
+        later = plan.in_line(ended)
         before = put_rows(state.before, later, steps.astype(state.before.dtype))
         state = state.replace(ended=ended, before=before, length=running)
         if state.queue is not None:
-            entered = self._entering(context, write, length, steps)
-            queue, update = anchor_queue.after_write(context, state.queue, write, entered, slack=0)
+            entered = self._entering(context, plan, length, steps)
+            queue, update = anchor_queue.after_write(context, state.queue, plan, entered, slack=0)
             return state.replace(queue=queue), update
         if state.episodes is None:
-            return state, every_slot(context, write)
+            return state, every_slot(context, plan)
         whole = length if self.sample_by == "whole_episodes" else None
         table, update, _ = episodes.after_write(
-            context, state.episodes, write, done, self._enough, whole
+            context, state.episodes, plan, done, self._enough, whole
         )
         return state.replace(episodes=table), update
 
     def _entering(
-        self, context: Context, write: WritePlan, length: jax.Array, steps: jax.Array
+        self, context: Context, plan: WritePlan, length: jax.Array, steps: jax.Array
     ) -> jax.Array:
         """Returns the anchors that each row completes, int32 `[T * E]`; N where it does not."""
         back = self._enough - 1
@@ -284,9 +284,9 @@ class Sequence(Unit):
         if context.ring.rows >= self._enough + self.stride - 1:
             enters = enters & ((steps - back) % self.stride == 0)
         if self._is_padded:
-            return jnp.where(enters, write.slots, context.ring.capacity).reshape(-1)
+            return jnp.where(enters, plan.slots, context.ring.capacity).reshape(-1)
         back = jnp.full(1, back, jnp.int32)
-        return anchor_queue.rows_back(context, write, back, enters[..., None])
+        return anchor_queue.rows_back(context, plan, back, enters[..., None])
 
     def truncate(
         self, context: Context, state: SequenceState, which: jax.Array

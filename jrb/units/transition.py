@@ -56,10 +56,10 @@ class Transition(Unit):
         return {}
 
     def on_write(
-        self, context: Context, state: PartState, write: WritePlan, items: Item
+        self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[Any, AnchorUpdate]:
         """Lets new items enter, and those that they overwrite depart."""
-        return state, every_slot(context, write)
+        return state, every_slot(context, plan)
 
     def anchors(self, context: Context, state: PartState) -> Anchors:
         """Returns all that is held."""

@@ -57,7 +57,7 @@ class Members(Sampler):
         return MembersState(is_anchor=jnp.zeros(ring.capacity, bool))
 
     def on_write(self, ring, state, change, anchors):
-        members = state.is_anchor.at[change.departed(ring)].set(False, mode="drop")
+        members = state.is_anchor.at[change.departed_slots(ring)].set(False, mode="drop")
         return MembersState(is_anchor=members.at[change.entered].set(True, mode="drop"))
 
     def draw(self, ring, state, anchors, key, batch_size, beta=None):
