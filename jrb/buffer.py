@@ -266,9 +266,8 @@ class ReplayBuffer:
         """
         lead, is_add = self._lead(), verb == "add"
         time: tuple[int, ...] = ()
-        if priorities is not None and not (
-            isinstance(self.sampler, PrioritizedSampler) and self.sampler.takes_priorities
-        ):
+        takes = isinstance(self.sampler, PrioritizedSampler) and self.sampler.takes_priorities
+        if priorities is not None and not takes:
             raise TypeError(
                 f"{verb}: priorities: expected a sampler that takes priorities with what is added, "
                 f"got {type(self.sampler).__name__}. Build the buffer with "
@@ -292,10 +291,7 @@ class ReplayBuffer:
             return eager.write_objects(self, state, [items], mask, verb, priorities, donate)
         rows = self._to_stored(state, items, (*time, *lead), verb)
         if is_add:
-            # Without a call of JAX for arrays of NumPy, and quickly traced.
-            host = np.ndarray | np.generic
-            row = lambda it: it[None] if isinstance(it, host) else jnp.expand_dims(it, 0)
-            rows = jax.tree.map(row, rows)
+            rows = jax.tree.map(_one_row, rows)
         elif 0 in time:
             return state
         return eager.write(self, state, rows, mask, None, priorities, donate)
@@ -781,6 +777,12 @@ def _ring(capacity: int, envs: int) -> Ring:
     return Ring(rows=capacity // envs, envs=envs)
 
 
+# `it[None]`, without a call of JAX for arrays of NumPy, and quickly traced.
+_one_row = lambda it: (
+    np.asarray(it)[None] if isinstance(it, np.ndarray | np.generic) else jnp.expand_dims(it, 0)
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class _MapFunction:
     """A function from items to other leaves, by name; equal ones are compiled once."""
@@ -877,9 +879,8 @@ def from_items(
     if of_objects:
         return buffer, target.extend(target.init(None), data)
     lead = buffer._lead()
-    example = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[len(lead) + 1 :], leaf.dtype), data
-    )
+    one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[len(lead) + 1 :], leaf.dtype)
+    example = jax.tree.map(one, data)
     state = target.init(example)
     # In pieces of 32 MB: items on the host are not all copied to the device at once.
     step = max(1, (32 << 20) // max(pytree.nbytes(example) * buffer.ring.envs, 1))

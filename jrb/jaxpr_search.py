@@ -6,6 +6,8 @@ makes another array of that size is a copy too.
 """
 
 import dataclasses
+import functools
+import operator
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -262,7 +264,4 @@ def _called(eqn: Any) -> Any:
 
 
 def _union(ins: Any) -> int:
-    together = 0
-    for earlier, _ in ins:
-        together |= earlier
-    return together
+    return functools.reduce(operator.or_, (earlier for earlier, _ in ins), 0)

@@ -6,7 +6,7 @@ So they also tell where episodes end: from done flags, or from episode numbers.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -218,7 +218,7 @@ def lookup(item: PyTree, path: Path | None) -> Any:
     if path is None:
         return None
     for name in (path,) if isinstance(path, str) else path:
-        if pytree.is_mapping(item):
+        if isinstance(item, Mapping):
             item = item.get(name)
         elif hasattr(item, "_fields"):  # a named tuple has methods too
             item = getattr(item, name) if name in item._fields else None

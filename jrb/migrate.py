@@ -177,7 +177,8 @@ def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _
         if not target.writer.is_chronological:
             slots, mask = slots[mask][:, None], None
         else:
-            cuts = _episode_ends(buffer, state, slots)
+            # The unit may know of more ends than flags tell, such as by `truncate`.
+            cuts = np.array(_is_episode_end(buffer, state.writer, state.unit, slots))
             if not is_redealt and (mask.all() or target.writer.per_env):
                 slots, mask, cuts = (each[-new.rows :] for each in (slots, mask, cuts))
             else:
@@ -219,11 +220,6 @@ def _call(function: Callable[..., Any], part: Any, *args: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def _is_episode_end(buffer: ReplayBuffer, writer: PartState, unit: PartState, slots: Any) -> Any:
     return buffer.unit.is_episode_end(steps.context_of(buffer, writer), unit, slots)
-
-
-def _episode_ends(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> np.ndarray:
-    """Returns the rows after which time does not go on; the unit may know more than flags say."""
-    return np.array(_is_episode_end(buffer, state.writer, state.unit, slots))
 
 
 def _redeal(
@@ -389,9 +385,10 @@ def regrouped(
     columns = slice(first - needed[0] * part.ring.envs, stop - needed[0] * part.ring.envs)
     selections = []
     for k, shard in enumerate(needed):
-        occupancy = part.writer.held(part.ring, states[shard].writer)
+        state = states[shard]
+        occupancy = part.writer.held(part.ring, state.writer)
         slots, mask = _newest_rows(part.ring, occupancy, target.ring.rows * part.ring.envs)
-        ends = _episode_ends(part, states[shard], slots)
+        ends = np.array(_is_episode_end(part, state.writer, state.unit, slots))
         selections.append((slots + k * part.capacity, mask, ends))
     rows = max(len(slots) for slots, _, _ in selections)
     slots, mask, cuts = (

@@ -175,7 +175,7 @@ def check_chunks(make: Make, example: Item) -> None:
     """Checks that it does not matter how rows are cut into calls."""
     whole, single = make(64), make(64)
     key, length = jax.random.key(4), 64 // whole.ring.envs + 5  # once around and further
-    items = rows(example, jnp.float32(1), length, *_lead(whole))
+    items = rows(example, jnp.float32(1), length, *whole._lead())
     one = whole.extend(whole.init(example), items)
     other = single.init(example)
     for row in range(length):
@@ -188,7 +188,7 @@ def check_saved(make: Make, example: Item) -> None:
     """Checks that a state that was saved and loaded draws as before."""
     buffer, key = make(64), jax.random.key(5)
     state = buffer.init(example)
-    state = buffer.extend(state, rows(example, jnp.float32(2), 9, *_lead(buffer)))
+    state = buffer.extend(state, rows(example, jnp.float32(2), 9, *buffer._lead()))
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "checkpoint")
         jrb.save(path, buffer, state)
@@ -213,7 +213,7 @@ def check_on_host(make: Make, example: Item) -> None:
             _agree(sample, expected, "a storage on the host draws what one on the device does")
         slots = jnp.arange(int(buffer.size(state)), dtype=jnp.int32)
         _agree(buffer.take(state, slots), plain.take(other, slots), "items are what was added")
-        add = functools.partial(buffer.add, old, rows(example, jnp.float32(0), *_lead(buffer)))
+        add = functools.partial(buffer.add, old, rows(example, jnp.float32(0), *buffer._lead()))
         _expect_raises(jrb.StaleError, add, "an old state of shared rows is refused")
 
 
@@ -272,7 +272,7 @@ def check_empty(buffer: ReplayBuffer, example: Item) -> None:
 def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
     """Checks that after `empty` and `truncate` only items that are held are drawn."""
     state = _filled(buffer, example, 6, 3)
-    items = rows(example, jnp.float32(3), 9, *_lead(buffer))
+    items = rows(example, jnp.float32(3), 9, *buffer._lead())
     if buffer.writer.writes:
         _expect_held(buffer, buffer.extend(buffer.empty(state), items), "after empty")
     state = buffer.truncate(state)
@@ -297,7 +297,7 @@ def check_options(buffer: ReplayBuffer, example: Item) -> None:
     state = _filled(buffer, example)
     takes = isinstance(sampler, PrioritizedSampler) and sampler.takes_priorities
     if takes and buffer.writer.is_chronological:
-        lead = (9, *_lead(buffer))
+        lead = (9, *buffer._lead())
         items = rows(example, jnp.float32(1), *lead)
         new = 2 + jnp.arange(9 * buffer.ring.envs, dtype=jnp.float32).reshape(lead)
         stored = buffer.priorities(buffer.extend(buffer.init(example), items, priorities=new))
@@ -462,7 +462,7 @@ def check_in_place(make: Make, example: Item) -> None:
     """
 
     def add(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
-        return buffer.add(state, rows(example, total, *_lead(buffer))), total
+        return buffer.add(state, rows(example, total, *buffer._lead())), total
 
     def sample(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
         return state, total + consumed(buffer.sample(state, jax.random.fold_in(key, 1)))
@@ -504,10 +504,6 @@ def _copies(make: Make, example: Item, step: Step, agents: int | None) -> list[s
 # States, and comparisons of them.
 
 
-def _lead(buffer: ReplayBuffer) -> tuple[int, ...]:
-    return () if buffer.num_envs is None else (buffer.num_envs,)
-
-
 def _stepper(buffer: ReplayBuffer, example: Item) -> Any:
     """Returns a step that extends, draws, and updates priorities; compiled once for all checks."""
     return _step_of(buffer, SpecKey(pytree.spec_of(example, "example")))
@@ -516,7 +512,7 @@ def _stepper(buffer: ReplayBuffer, example: Item) -> Any:
 @functools.lru_cache(maxsize=8)
 def _step_of(buffer: ReplayBuffer, example: SpecKey) -> Any:
     def step(state: BufferState, total: jax.Array, key: jax.Array) -> tuple[BufferState, Sample]:
-        state = buffer.extend(state, rows(example.spec, total, 9, *_lead(buffer)))
+        state = buffer.extend(state, rows(example.spec, total, 9, *buffer._lead()))
         state, sample = buffer.draw(state, key)
         if buffer.sampler.prioritized:
             state = buffer.update_priority(state, sample, total + sample.probabilities)

@@ -599,7 +599,7 @@ def _edit_on_host(
 
 def _cuts_on_host(buffer: Buffer, state: BufferState, values: Item) -> jax.Array | None:
     """Returns the cuts (`editing.cuts`) if an edit of these leaves changes ends of episodes."""
-    if buffer.storage.of_objects or not editing.changes_ends(buffer, state, tuple(values)):
+    if buffer.storage.of_objects or not editing.flags(buffer, state) & set(values):
         return None
     return editing.cuts(*_with_flags(buffer, state))
 

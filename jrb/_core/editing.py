@@ -66,7 +66,7 @@ def edit(
         slots = buffer.ring.last_of_equals(slots)
     if buffer.storage.shares(context, state.storage, frozenset(values)):
         return _written_anew(buffer, context, state, slots, values)
-    before = cuts(buffer, state) if changes_ends(buffer, state, values) else None
+    before = cuts(buffer, state) if flags(buffer, state) & set(values) else None
     state = _edited(buffer, state, slots, values)
     return state if before is None else with_ends(buffer, state, before)
 
@@ -92,7 +92,7 @@ def rewrite(
         slots, values = jax.lax.map(lambda number: new(number, state), jnp.arange(trips))
         flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
         return _written_anew(buffer, context, state, flat(slots), jax.tree.map(flat, values))
-    before = cuts(buffer, state) if changes_ends(buffer, state, names) else None
+    before = cuts(buffer, state) if flags(buffer, state) & set(names) else None
 
     def chunk(number: jax.Array, state: BufferState) -> BufferState:
         slots, values = new(number, state)
@@ -137,11 +137,6 @@ def flags(buffer: Buffer, state: BufferState) -> set[str]:
     number = buffer.keys.episode
     names = set() if number is None else {path_name(number)}
     return names | set(buffer.keys.flags(buffer.storage.spec(state.storage)))
-
-
-def changes_ends(buffer: Buffer, state: BufferState, values: Iterable[str]) -> bool:
-    """Returns if there are leaves among `values`, names, that tell the unit ends of episodes."""
-    return bool(flags(buffer, state) & set(values))
 
 
 def _all_rows(ring: Ring, held: Occupancy) -> WritePlan:

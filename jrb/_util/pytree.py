@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self, TypeVar, dataclass_transform
 
 import jax
@@ -397,8 +397,3 @@ def wide(leaf: jax.Array) -> jax.Array:
 def nbytes(spec: PyTree) -> int:
     """Returns the bytes that arrays of these shapes and dtypes take."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
-
-
-def is_mapping(tree: PyTree) -> bool:
-    """Returns if entries are reached by `tree[name]` rather than by attribute."""
-    return isinstance(tree, Mapping)

@@ -129,7 +129,7 @@ def is_own(path: str) -> bool:
 def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
     buffer, spec = saved.buffer, saved.spec
     occupancy = buffer.writer.held(buffer.ring, saved.state.writer)
-    # Oldest first; what is not held is not written, so that the file is as large as its items.
+    # Oldest first. Empty slots are not written, so that the file is as large as its items.
     slots = np.asarray(occupancy.nth(buffer.ring, jnp.arange(int(occupancy.size), dtype=jnp.int32)))
     # Items of a writer without order of time are no rows of environments, but one stream.
     slots = slots.reshape(-1, buffer.ring.envs if buffer.writer.is_chronological else 1)

@@ -283,7 +283,7 @@ def _places(
     locations = checkpoint.generation.leaves if in_rows else {}
     names = {name for name in (*locations, *arrays) if not name.startswith(".")}
     names = {name for name in names if not name.endswith(BEYOND)}
-    # Both ways: a leaf that is missing, and one that nobody asked for.
+    # Both ways: a leaf that is missing, and one that the state does not have.
     odd = sorted(leaves.keys() ^ names)
     if odd:
         raise DamagedError(

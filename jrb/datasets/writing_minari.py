@@ -112,15 +112,14 @@ def write_minari(
     names = _names(specs, stored)
     episodes = MinariEpisodes(dataset, names)
     with new_path(target) as folder:
-        data = os.path.join(folder, "data")
-        os.makedirs(data)
-        _write(data, episodes, spaces, about)
+        _write(os.path.join(folder, "data"), episodes, spaces, about)
 
 
 def _write(
     path: str, episodes: "MinariEpisodes", spaces: dict[str, Any], about: dict[str, Any]
 ) -> None:
     """Writes all episodes into a new folder, and then what is known after the last one."""
+    os.makedirs(path)
     require("PIL.Image", "minari")  # which the package imports later, as what follows
     require("pyarrow.dataset", "minari")
     package = require("minari.dataset.minari_storage", "minari")

@@ -17,7 +17,7 @@ from jrb.keys import leaves_at
 from jrb.read import Episodes, episodes
 from jrb.samplers import Prioritized
 from jrb.state import Buffer, BufferState
-from jrb.types import Anchors, Item
+from jrb.types import Item
 
 
 def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
@@ -65,11 +65,6 @@ def stored_slots(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, 
     rows = int(buffer.writer.held(buffer.ring, state.writer).rows(buffer.ring).max())
     slots, stored = map(np.asarray, buffer.newest(state, max(rows, 1)))
     return slots.reshape(-1, buffer.ring.envs), stored.reshape(-1, buffer.ring.envs)
-
-
-def anchors_of(buffer: Buffer, state: BufferState) -> Anchors:
-    """Returns the valid start slots."""
-    return buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
 
 
 def masses(buffer: ReplayBuffer, state: BufferState, raw: np.ndarray) -> np.ndarray:

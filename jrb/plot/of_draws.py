@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb.authoring import checks
+from jrb.authoring import checks, context_of
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts
 from jrb.plot.canvas import Axes, Row, Tone
@@ -87,7 +87,7 @@ def _drawn(
     buffer: Buffer, state: BufferState, sampler: Any, counts: Any, keys: jax.Array, size: int
 ) -> Any:
     """Draws a batch for each key; returns the sampler's state, and counts and chances by slot."""
-    anchors = facts.anchors_of(buffer, state)
+    anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
 
     def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
         sampler, (seen, reported) = carry

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb.authoring import require
+from jrb.authoring import context_of, require
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts
 from jrb.plot.canvas import Axes, Row, Tone
@@ -141,7 +141,7 @@ def _ring(
 
 @jax.jit
 def _num_anchors(buffer: ReplayBuffer, state: BufferState) -> jax.Array:
-    return jnp.asarray(facts.anchors_of(buffer, state).count)
+    return jnp.asarray(buffer.unit.anchors(context_of(buffer, state.writer), state.unit).count)
 
 
 def _label_lines(axes: Axes, envs: np.ndarray, most: int) -> None:

@@ -36,7 +36,7 @@ class OnceInOrder(OrderedSampler):
     ) -> tuple[Any, Draw]:
         """Draws the next B anchors; what is missing is masked at the end."""
         ranks, num_taken = self.take(ring, state, anchors, batch_size)
-        # Entries beyond what is left repeat rank 0, and are masked.
+        # Entries beyond the anchors that remain repeat rank 0, and are masked.
         mask = jnp.arange(batch_size, dtype=jnp.int32) < state.count
         after = state.replace(count=state.count - num_taken)
         return after, anchors.uniform_draw(jnp.where(mask, ranks, 0), mask, key)

@@ -210,7 +210,7 @@ def weighted(
 
     relative = lambda probability: jnp.maximum(anchors * probability, _LEAST) ** -power
     probabilities = draws.probabilities * own_part[:, None]
-    # A shard without mass draws anything: the others stand for it.
+    # A shard without mass draws anything, which is masked: the others weigh more for it.
     mask = draws.mask & (own_part > 0)[:, None]
     weights = jnp.minimum(num_shards * own_part[:, None] * relative(probabilities), _MOST)
     if sampler.normalize == "batch":

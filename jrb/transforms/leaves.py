@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -266,7 +266,7 @@ class RewardToGo(Transform):
                 raise TypeError(
                     f"{what}: expected a floating dtype, got {leaf.dtype}. Use Cast before."
                 )
-        # Flags tell of ends that were written; the unit also knows those of `truncate`.
+        # Flags say which ends were written; the unit also knows those of `truncate`.
         goes_on = batch.mask if batch.ends is None else batch.mask & ~batch.ends
         if batch.ends is None or batch.keys.flags(data):
             goes_on = goes_on & ~ends_of(data, batch.keys)
@@ -296,7 +296,7 @@ def with_leaf(data: Item, path: Path, entry: Any, what: str) -> Any:
         raise ValueError(f"{what}: expected nothing at '{path_name(path)}', got an entry.")
 
     def inserted(data: Any, first: str, *deeper: str) -> Any:
-        if not pytree.is_mapping(data):
+        if not isinstance(data, Mapping):
             raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
         return {**data, first: inserted(data.get(first, {}), *deeper) if deeper else entry}
 

@@ -396,6 +396,6 @@ def _can_count(numbers: jax.Array) -> jax.Array:
 def _sum(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the rounded sum of two numbers, and exactly what it lacks (Knuth's two-sum)."""
     total = one + other
-    # The part of `other` that got into the total; what is missing of both is the error.
+    # The part of `other` that got into the total; the error is all that is missing of both.
     second = total - one
     return total, (one - (total - second)) + (other - second)

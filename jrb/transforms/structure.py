@@ -3,6 +3,7 @@
 They work on nested dicts: data of other classes have the entries that their class says.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -125,10 +126,10 @@ def _without(data: Item, path: Path, what: str) -> Any:
     """Returns the data without an entry, and without dicts that are empty then."""
 
     def removed(data: Any, first: str, *deeper: str) -> Any:
-        if not pytree.is_mapping(data):
+        if not isinstance(data, Mapping):
             raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
-        # An empty dict marks what is gone: it is left out on the way back, with what it leaves
-        # empty.
+        # An empty dict marks a removed entry: it is left out on the way back, with dicts that
+        # become empty.
         inner = removed(data[first], *deeper) if deeper else {}
         kept = {name: entry for name, entry in data.items() if name != first}
         return {**kept, first: inner} if inner else kept

@@ -397,8 +397,7 @@ def plan_rows(
         starts = jnp.where(kept, starts, ring.capacity)
     slots = ring.row_slots(starts)
     plan = WritePlan(
-        # With clocks of their own, the environments of a row are not side by side: an item is a
-        # row.
+        # With a clock for each environment, the slots of a row do not follow one another.
         starts=slots.reshape(-1) if each else starts,
         slots=slots,
         written=written,

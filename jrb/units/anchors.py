@@ -85,7 +85,7 @@ def no_rows(ring: Ring) -> WritePlan:
     return WritePlan(
         starts=jnp.full(1, ring.capacity, jnp.int32),
         slots=jnp.full((1, ring.envs), ring.capacity, jnp.int32),
-        # True, as `rows_back` masks what is not written; no row has passed the cursor.
+        # True, as `rows_back` masks rows that are not written; no row has passed the cursor.
         written=jnp.ones(1, jnp.bool_),
         passed=jnp.zeros(1, jnp.int32),
         expired=jnp.zeros((), jnp.int32),

@@ -235,7 +235,7 @@ class FrameStack(WrappingUnit):
         ring, held = context.ring, context.held
         after = ring.slot_after(slots, ring.envs)
         is_newest = held.after(ring, slots) <= 0
-        # The next row of an episode that goes on has rows before it; that of another has none.
+        # The next row of a running episode has rows before it; that of a new one has none.
         is_running = state.length[ring.env_of(slots)] > 0
         is_last = jnp.where(is_newest, ~is_running, state.back[after] == 0) & (self.k > 1)
         return is_last | self.unit.is_episode_end(context, state.unit, slots)
