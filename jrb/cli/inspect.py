@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from typing import Annotated, Any
 
+import numpy as np
+
 from jrb._store.errors import DamagedError
 from jrb._util.wording import bytes_text, require
 from jrb.checkpoint import manifest
@@ -247,7 +249,8 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         share = f" ({100 * size / capacity:.0f} %)" if isinstance(size, int) else " each"
         text = f"{text or size} of {capacity:,}{share}"
     versions = (metadata.get("versions") or {}).items()
-    facts = [(name, str(fact)) for name, fact in metadata.items() if name != "versions" and fact]
+    texts = ((name, _fact_text(fact)) for name, fact in metadata.items() if name != "versions")
+    facts = [(name, text) for name, text in texts if text]
     cut = lambda text: text if len(text) <= _LONGEST else text[: _LONGEST - 4] + " ..."
     return [
         ("items", text),
@@ -259,3 +262,23 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         *((name, cut(text)) for name, text in facts),
         ("versions", ", ".join(f"{name} {number}" for name, number in versions)),
     ]
+
+
+def _fact_text(fact: Any) -> str:
+    """Returns a fact of a file as text; a space of Minari's as gymnasium shows it."""
+    kind = fact.get("type") if isinstance(fact, dict) else None
+    try:
+        if kind == "Box":
+            low, high = np.min(fact["low"]), np.max(fact["high"])
+            return f"Box({low:g}, {high:g}, {tuple(fact['shape'])}, {fact['dtype']})"
+        if kind in ("Discrete", "MultiBinary"):
+            start = fact.get("start", 0)
+            return f"{kind}({fact['n']}{f', start={start}' if start else ''})"
+        if kind in ("Dict", "Tuple"):
+            inner = fact["subspaces"]
+            named = kind == "Dict"
+            texts = [f"{name}: {_fact_text(one)}" for name, one in inner.items()] if named else None
+            return f"{kind}({', '.join(texts or map(_fact_text, inner))})"
+    except (KeyError, TypeError, ValueError, AttributeError):
+        pass  # of another program, with its own entries
+    return str(fact) if fact else ""

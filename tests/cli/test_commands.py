@@ -13,7 +13,7 @@ import pytest
 
 import jrb
 from jrb import authoring, cli
-from jrb.cli import sources, stats
+from jrb.cli import inspect, sources, stats
 from tests.cli import paths
 from tests.cli.paths import LENGTHS, OTHERS, OURS, call, make
 
@@ -659,6 +659,23 @@ def test_items_of_64_bits_are_counted_and_drawn(layout, tmp_path, capsys):
     assert told["returns"]["mean"] == 7.5
     assert call(capsys, "inspect", str(path), "--plot", str(tmp_path / "x.png"))[0] == 0
     assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_spaces_of_minari_are_shown_as_gymnasium_does():
+    frames = {"type": "Box", "dtype": "uint8", "shape": [2, 2], "low": [[0, 0], [0, 0]]}
+    frames |= {"high": [[255, 255], [255, 255]]}
+    pair = {"type": "Tuple", "subspaces": [{"type": "Discrete", "n": 3, "start": 1}, {"type": "?"}]}
+    both = {"type": "Dict", "subspaces": {"a": frames, "b": pair}}
+    assert inspect._fact_text(both) == (
+        "Dict(a: Box(0, 255, (2, 2), uint8), b: Tuple(Discrete(3, start=1), {'type': '?'}))"
+    )
+    assert inspect._fact_text({"type": "Box", "low": 3}) == "{'type': 'Box', 'low': 3}"
+    assert inspect._fact_text({}) == ""
+
+
+def test_spaces_of_a_set_are_short(capsys):
+    text = call(capsys, "inspect", CARTPOLE)[1]
+    assert "Box(-inf, inf, (4,), float32)" in text and "Discrete(2)" in text
 
 
 def test_long_metadata_is_cut(tmp_path, capsys):
