@@ -22,6 +22,10 @@ OVERFLOW = """frame => {
   const root = frame.contentDocument.documentElement;
   return root.scrollWidth - root.clientWidth;
 }"""
+CUT = """frame => [...frame.contentDocument.querySelectorAll("article :is(pre, .table-wrapper)")]
+  .filter(part => !part.closest("details") && part.scrollWidth > part.clientWidth + 1)
+  .map(part => part.textContent.trim().slice(0, 60))
+"""
 FIRST_RESULT = """async frame => {
   const page = frame.contentDocument, found = name => page.querySelector("#search-results " + name);
   const ended = () => /found|did not match/.test(found("p.search-summary")?.textContent || "");
@@ -76,6 +80,11 @@ def test_no_page_is_wider_than_the_window(site, pages):
     overflows = browser.measure(site, pages, WIDTHS, OVERFLOW)
     wide = {page: each for page, each in zip(pages, overflows, strict=True) if any(each)}
     assert wide == {}, f"pixels too many at {WIDTHS}"
+
+
+def test_no_code_and_no_table_is_cut_on_a_wide_window(site, pages):
+    parts = browser.measure(site, pages, (1280,), CUT)
+    assert {page: cut for page, (cut,) in zip(pages, parts, strict=True) if cut} == {}
 
 
 def test_a_page_that_is_too_wide_is_found(tmp_path):
