@@ -1,6 +1,7 @@
 """The tables of the pages on performance and scale, out of `benchmarks/results`.
 
-- `<!-- summary -->` becomes the headline table, `<!-- chart -->` its picture.
+- `<!-- summary -->` becomes the headline table, `<!-- chart -->` its picture, `<!-- meaning -->` an
+  example of what it means to a user.
 - `<!-- table: cycle -->` becomes the table of `cycle.json`; with words behind a bar, as in
   `<!-- table: cycle | uniform | tree -->`, the rows whose name contains one of them.
 - `<!-- machine: cycle -->` says where they were measured.
@@ -19,7 +20,9 @@ from generate import drawings
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 PAGES = ("performance", "scale")
-_LINE = re.compile(r"<!-- (table|machine|plot|folded|summary|chart):? ?(\w*)(?: \| (.*?))? -->")
+_LINE = re.compile(
+    r"<!-- (table|machine|plot|folded|summary|chart|meaning):? ?(\w*)(?: \| (.*?))? -->"
+)
 
 
 def table(name: str, words: str = "") -> str:
@@ -144,6 +147,22 @@ def summary() -> str:
     return "\n".join(lines)
 
 
+UPDATE = 500e-6
+"""Seconds that the update of a small network takes on a CPU, in the example of `meaning`."""
+
+
+def meaning() -> str:
+    """Returns what the row on prioritized replay means for the time of a training."""
+    row = next(row for row in headlines() if row.words.startswith("Prioritized replay"))
+    shares = [f"{seconds / (UPDATE + seconds):.0%}" for seconds in (row.mine, row.other)]
+    return (
+        f"For example, if the update of the network takes {1e6 * UPDATE:.0f} µs, prioritized "
+        f"replay of 10⁶ transitions is {shares[0]} of the time of a training with jrb, and "
+        f"{shares[1]} with {row.peer}. With a large network, or a slow environment, the buffer "
+        "hardly matters."
+    )
+
+
 def chart() -> str:
     """Returns the summary as a drawing for the page."""
     bars = [(row.words, row.peer, row.ratio) for row in headlines()]
@@ -159,6 +178,7 @@ def filled(text: str) -> str:
         "folded": folded,
         "summary": lambda name, words: summary(),
         "chart": lambda name, words: chart(),
+        "meaning": lambda name, words: meaning(),
     }
     return _LINE.sub(lambda at: made[at[1]](at[2], at[3] or ""), text)
 
