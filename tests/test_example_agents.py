@@ -39,3 +39,11 @@ def test_muzero_catches_after_search_in_its_model():
     example |= {"value": jnp.float32(0), "next": NEXT}
     curves = trained("muzero", example, steps=20_000, points=10, capacity=262_144)
     assert curves[:, -2:].mean() > 0  # random actions come to -0.6
+
+
+def test_dreamer_catches_after_imagining():
+    for module in ("flax", "gymnax"):
+        pytest.importorskip(module)
+    example = {"observation": jnp.zeros(50), "h": jnp.zeros(64), "action": jnp.int32(0)}
+    curves = trained("dreamer", example | {"next": NEXT}, steps=12_000, points=10, capacity=262_144)
+    assert curves[:, -2:].mean() > -0.3  # random actions come to -0.6
