@@ -1,7 +1,7 @@
 """Command line, figures and curves of the agents: all that is not about learning.
 
-An agent is a function `train(key, config)`, pure and traceable, that returns its learning curve,
-float32 `[points]`: mean returns at points that divide the training evenly. E environments.
+An agent is a function `train(key, config, *inputs)`, pure and traceable, that returns its learning
+curve, float32 `[points]`: mean returns at points that divide the training evenly. E environments.
 """
 
 import argparse
@@ -33,35 +33,42 @@ def curve(ends: tuple[jax.Array, jax.Array], points: int) -> jax.Array:
     last whole part are left out. A part in which no episode ended is NaN.
     """
     size = len(ends[1]) // points
-    parts = (leaf[: points * size].reshape(points, size).sum(axis=1) for leaf in ends)
-    total, number = parts
+    total, number = (leaf[: points * size].reshape(points, size).sum(axis=1) for leaf in ends)
     return jnp.where(number > 0, total / jnp.maximum(number, 1), jnp.nan)
 
 
-def compiled(train: Callable, config: Any, keys: jax.Array) -> Any:
+def compiled(train: Callable, config: Any, keys: jax.Array, *inputs: Any) -> Any:
     """Returns the program that trains one agent for each key, all of them under `vmap`.
+
+    All agents share the `inputs`, pytrees of arrays such as the state of a buffer that is only
+    read. The program takes keys and inputs.
 
     Small networks do not need XLA's pool of threads for matrices. With it, one of about ten such
     programs never came to an end on a CPU of two cores: all of its threads waited.
     """
     with jax.numpy_dtype_promotion("standard"):  # environments and optimizers mix dtypes
-        program = jax.jit(jax.vmap(lambda key: train(key, config))).lower(keys)
+        each = lambda keys, *inputs: jax.vmap(lambda key: train(key, config, *inputs))(keys)
+        program = jax.jit(each).lower(keys, *inputs)
     return program.compile(compiler_options={"xla_cpu_multi_thread_eigen": False})
 
 
-def run(train: Callable, config: Any, seeds: Iterable[int]) -> tuple[np.ndarray, float]:
+def run(
+    train: Callable, config: Any, seeds: Iterable[int], *inputs: Any
+) -> tuple[np.ndarray, float]:
     """Trains one agent for each seed, all in one program under `vmap`.
 
     Returns the curves, float32 `[seeds, points]`, and the seconds without compilation.
     """
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
-    program = compiled(train, config, keys)
+    program = compiled(train, config, keys, *inputs)
     start = time.perf_counter()
-    curves = np.asarray(program(keys))
+    curves = np.asarray(program(keys, *inputs))
     return curves, time.perf_counter() - start
 
 
-def main(train: Callable, config: Any, random_return: float, unit: str = "steps") -> np.ndarray:
+def main(
+    train: Callable, config: Any, random_return: float, *inputs: Any, unit: str = "steps"
+) -> np.ndarray:
     """Trains with the options of the command line, prints the results, and plots the curves.
 
     Args:
@@ -69,6 +76,7 @@ def main(train: Callable, config: Any, random_return: float, unit: str = "steps"
         config: its frozen dataclass, of which `--steps` replaces `steps`. Fields that are True or
             False have options too, such as `--no-memory` for `memory`.
         random_return: the mean return of a policy that acts at random.
+        inputs: of the agent, beside key and config.
         unit: what `steps` counts.
 
     Returns:
@@ -85,7 +93,7 @@ def main(train: Callable, config: Any, random_return: float, unit: str = "steps"
     options = parser.parse_args()
     chosen = {name: getattr(options, name) for name in ("steps", *flags)}
     config = dataclasses.replace(config, **chosen)
-    curves, seconds = run(train, config, range(options.seeds))
+    curves, seconds = run(train, config, range(options.seeds), *inputs)
     final = np.nanmean(curves[:, -max(1, curves.shape[1] // 10) :], axis=1)
     rate = options.seeds * options.steps / seconds
     print(
