@@ -1,12 +1,15 @@
 """Every agent of examples/agents learns in a small form, with its buffer in place."""
 
 import dataclasses
+import functools
 import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import jrb
 
 pytestmark = pytest.mark.slow
 NEXT = {"reward": jnp.float32(0), "terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
@@ -47,3 +50,65 @@ def test_dreamer_catches_after_imagining():
     example = {"observation": jnp.zeros(50), "h": jnp.zeros(64), "action": jnp.int32(0)}
     curves = trained("dreamer", example | {"next": NEXT}, steps=12_000, points=10, capacity=262_144)
     assert curves[:, -2:].mean() > -0.3  # random actions come to -0.6
+
+
+def test_rainbow_returns_more_than_random_play():
+    for module in ("flax", "gymnax"):
+        pytest.importorskip(module)
+    planes = jnp.zeros((10, 10, 4), bool)
+    example = {
+        "observation": planes,
+        "action": jnp.int32(0),
+        "next": NEXT | {"observation": planes},
+    }
+    small = {"steps": 16_000, "points": 4, "min_size": 1000, "batch_size": 64, "hidden": 64}
+    curves = trained("rainbow", example, seeds=1, learning_rate=2e-3, **small)
+    assert curves[:, -1].mean() > 1.0  # random actions come to 0.4
+
+
+def test_sac_swings_the_pendulum_up():
+    for module in ("flax", "gymnax"):
+        pytest.importorskip(module)
+    example = {"observation": jnp.zeros(3), "action": jnp.zeros(1)}
+    example["next"] = NEXT | {"observation": jnp.zeros(3)}
+    curves = trained("sac", example, steps=8_000, points=10, capacity=262_144, batch_size=64)
+    assert curves[:, -2:].mean() > -600  # random actions come to -1214
+
+
+def test_qmix_finds_the_best_payoff_and_sums_of_values_do_not():
+    pytest.importorskip("flax")
+    each = {"observation": jnp.zeros((2, 7)), "state": jnp.zeros(6)}
+    example = each | {"action": jnp.zeros(2, jnp.int32)}
+    example["next"] = each | {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
+    small = {"steps": 24_000, "points": 6, "capacity": 262_144}
+    assert trained("qmix", example, **small)[:, -1].mean() == 8
+    assert trained("qmix", example, mixer="vdn", **small)[:, -1].mean() == 7
+
+
+def test_iql_plays_better_than_the_set_that_it_learns_from(tmp_path):
+    for module in ("flax", "gymnax", "minari"):
+        pytest.importorskip(module)
+    from examples.agents import iql
+
+    config = iql.Config(steps=3_000, points=3, batch_size=128)
+    with jax.numpy_dtype_promotion("standard"):
+        iql.record(tmp_path / "mixed-v0", episodes=50)
+    buffer, replay = iql.load(tmp_path / "mixed-v0", config)
+    assert buffer.size(replay) == 50 * iql.LENGTH
+    learner = functools.partial(iql.train, buffer)
+    curves, _ = iql.common.run(learner, config, range(2), replay)
+    recorded = jrb.stats(buffer, replay)["return"]["mean"]
+    assert -750 < recorded < -500
+    assert curves[:, -1].mean() > recorded + 150
+
+
+def test_returns_of_episodes_are_tracked_and_averaged_by_parts():
+    pytest.importorskip("flax")
+    from examples.agents import common
+
+    reward = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 9.0]])
+    ended = jnp.array([[False, True], [True, False], [False, False], [False, False], [False] * 2])
+    step = lambda returns, row: common.track(returns, *row)
+    returns, ends = jax.lax.scan(step, jnp.zeros(2), (reward, ended))
+    np.testing.assert_array_equal(returns, [21.0, 27.0])
+    np.testing.assert_array_equal(common.curve(ends, 2), [3.0, np.nan])

@@ -86,6 +86,17 @@ def step(world: dict[str, jax.Array], action: jax.Array, key: jax.Array) -> tupl
     return jax.tree.map(lambda new, old: jnp.where(ended, new, old), reset(key), world), after
 
 
+def make_buffer(config: Config) -> jrb.ReplayBuffer:
+    """Returns the description of the buffer."""
+    return jrb.ReplayBuffer.rounded(
+        config.capacity,
+        num_envs=config.num_envs,
+        batch_size=config.batch_size,
+        min_size=config.min_size,
+        unit=jrb.Sequence(LONGEST, sample_by="whole_episodes", partial="pad"),
+    )
+
+
 class Agent(nn.Module):
     """A recurrent network of action values, the same for all agents."""
 
@@ -124,13 +135,7 @@ def train(key: jax.Array, config: Config) -> jax.Array:
     agent, mixer = Agent(config.hidden), Mixer(config.embedding)
     optimizer = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(config.learning_rate))
     iterations = config.steps // config.num_envs // config.points  # for each point of the curve
-    buffer = jrb.ReplayBuffer.rounded(
-        config.capacity,
-        num_envs=config.num_envs,
-        batch_size=config.batch_size,
-        min_size=config.min_size,
-        unit=jrb.Sequence(LONGEST, sample_by="whole_episodes", partial="pad"),
-    )
+    buffer = make_buffer(config)
 
     def mix(params: Any, values: jax.Array, state: jax.Array) -> jax.Array:
         """Returns values `[..., k]` that are learned: one of the team, or one of each agent."""

@@ -97,6 +97,19 @@ class Network(nn.Module):
         return jax.nn.log_softmax(logits)
 
 
+def make_buffer(config: Config) -> jrb.ReplayBuffer:
+    """Returns the description of the buffer."""
+    return jrb.ReplayBuffer.rounded(
+        config.capacity,
+        num_envs=config.num_envs,
+        batch_size=config.batch_size,
+        min_size=config.min_size,
+        sampler=jrb.Prioritized(config.alpha, beta=config.beta),
+        unit=jrb.NStep(config.n_step, config.discount),
+        storage=jrb.DeviceStorage(share_next_observations=True),
+    )
+
+
 def project(probabilities: jax.Array, returns: jax.Array, support: jax.Array) -> jax.Array:
     """Moves the mass at `returns` `[B, atoms]` to the nearest two atoms of `support` `[atoms]`."""
     step = support[1] - support[0]
@@ -114,15 +127,7 @@ def train(key: jax.Array, config: Config) -> jax.Array:
     )
     support = jnp.linspace(0.0, config.value_max, config.atoms)
     iterations = config.steps // config.num_envs
-    buffer = jrb.ReplayBuffer.rounded(
-        config.capacity,
-        num_envs=config.num_envs,
-        batch_size=config.batch_size,
-        min_size=config.min_size,
-        sampler=jrb.Prioritized(config.alpha, beta=config.beta),
-        unit=jrb.NStep(config.n_step, config.discount),
-        storage=jrb.DeviceStorage(share_next_observations=True),
-    )
+    buffer = make_buffer(config)
 
     def log_probabilities(params: Any, observation: jax.Array, key: jax.Array) -> jax.Array:
         return network.apply(params, observation, rngs={"noise": key})

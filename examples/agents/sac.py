@@ -46,6 +46,17 @@ class Config:
 RANDOM_RETURN = -1214.0  # measured over 640 episodes
 
 
+def make_buffer(config: Config) -> jrb.ReplayBuffer:
+    """Returns the description of the buffer."""
+    return jrb.ReplayBuffer.rounded(
+        config.capacity,
+        num_envs=config.num_envs,
+        batch_size=config.updates * config.batch_size,
+        min_size=config.min_size,
+        storage=jrb.DeviceStorage(share_next_observations=True),
+    )
+
+
 class Actor(nn.Module):
     """A Gaussian policy, squashed by tanh to actions in [-1, 1]."""
 
@@ -92,15 +103,7 @@ def train(key: jax.Array, config: Config) -> jax.Array:
         Critic, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=2
     )(config.hidden)
     optimizer = optax.adam(config.learning_rate)
-    buffer, example = jrb.from_gymnax(
-        env,
-        env_params,
-        config.capacity,
-        num_envs=config.num_envs,
-        batch_size=config.updates * config.batch_size,
-        min_size=config.min_size,
-        storage=jrb.DeviceStorage(share_next_observations=True),
-    )
+    buffer = make_buffer(config)
 
     def critic_loss(critic: Any, goal: jax.Array, data: Any) -> jax.Array:
         values = twin.apply(critic, data["observation"], data["action"])
@@ -160,11 +163,12 @@ def train(key: jax.Array, config: Config) -> jax.Array:
     keys = jax.random.split(for_env, config.num_envs)
     observation, env_state = jax.vmap(env.reset, in_axes=(0, None))(keys, env_params)
     critic = twin.init(for_critic, observation, jnp.zeros((config.num_envs, size)))
+    row = jrb.transition(observation[0], jnp.zeros(size), observation[0], 0.0, False, False)
     agent = {"actor": actor.init(for_actor, observation, key), "log_alpha": jnp.float32(0)}
     agent["critic"] = critic
     agent["moments"] = {name: optimizer.init(params) for name, params in agent.items()}
     agent["target"] = critic
-    carry = agent, buffer.init(example), env_state, observation, jnp.zeros(config.num_envs), key
+    carry = agent, buffer.init(row), env_state, observation, jnp.zeros(config.num_envs), key
     _, ends = jax.lax.scan(iterate, carry, None, config.steps // config.num_envs)
     return common.curve(ends, config.points)
 
