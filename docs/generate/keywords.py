@@ -16,6 +16,7 @@ KEYWORDS = {
         "which buffer, algorithm, dqn, double dqn, rainbow, sac, td3, ddpg, drqn, ppo, a2c, "
         "on-policy, dreamer, dreamerv3, iql, cql, behaviour cloning, rlpd, grpo"
     ),
+    "agents": "examples, example agents, c51, minatar, pendulum, flax, learning curve",
     "comparison": "comparison, reverb, cpprb, dopamine, alternatives",
     "performance": "benchmark, benchmarks, speed, throughput, fast",
     "troubleshooting": (
