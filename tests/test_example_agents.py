@@ -80,7 +80,7 @@ def test_qmix_finds_the_best_payoff_and_sums_of_values_do_not():
     each = {"observation": jnp.zeros((2, 7)), "state": jnp.zeros(6)}
     example = each | {"action": jnp.zeros(2, jnp.int32)}
     example["next"] = each | {"reward": jnp.float32(0), "terminated": jnp.bool_(False)}
-    small = {"steps": 24_000, "points": 6, "capacity": 262_144}
+    small = {"steps": 20_000, "points": 5, "capacity": 262_144}
     assert trained("qmix", example, **small)[:, -1].mean() == 8
     assert trained("qmix", example, mixer="vdn", **small)[:, -1].mean() == 7
 
@@ -111,4 +111,5 @@ def test_returns_of_episodes_are_tracked_and_averaged_by_parts():
     step = lambda returns, row: common.track(returns, *row)
     returns, ends = jax.lax.scan(step, jnp.zeros(2), (reward, ended))
     np.testing.assert_array_equal(returns, [21.0, 27.0])
-    np.testing.assert_array_equal(common.curve(ends, 2), [3.0, np.nan])
+    with jax.numpy_dtype_promotion("standard"):  # as agents are compiled
+        np.testing.assert_array_equal(common.curve(ends, 2), [3.0, np.nan])
