@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jrb._core.validate import explained, on_host, warn_of_refused
@@ -336,8 +337,10 @@ def _seeded(method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def called(state: Any, key: Any, *args: Any) -> Any:
-        is_seed = getattr(key, "shape", None) == () and key.dtype == np.uint32
-        return method(state, jax.random.key(key) if is_seed else key, *args)
+        # Also a counter that is on the device, which would be waited for if it became an int.
+        if getattr(key, "shape", None) == () and jnp.issubdtype(key.dtype, jnp.integer):
+            key = jax.random.key(key.astype(jnp.uint32))
+        return method(state, key, *args)
 
     return called
 

@@ -497,7 +497,7 @@ def test_a_seed_gives_what_its_key_gives(verb, storage):
     buffer = jrb.ReplayBuffer(64, batch_size=8, sampler=jrb.Prioritized(), **parts)
     verbs = jrb.jitted(buffer)
     batches = []
-    for key in (7, np.uint32(7), np.int64(7), jax.random.key(7)):
+    for key in (7, np.uint32(7), np.int64(7), np.int8(7), jnp.int32(7), jax.random.key(7)):
         state = verbs.extend(verbs.init({"x": 0}), {"x": jnp.arange(50)})
         result = getattr(verbs, verb)(state, key, beta=0.5)
         batches.append(result[-1] if verb == "draw" else result)
@@ -516,7 +516,16 @@ def test_a_seed_for_a_mix():
     assert one.data["x"].tolist() == other.data["x"].tolist()
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32])
+@pytest.mark.parametrize("seed", [3 * 10**9, 2**32 - 1, np.uint64(2**31)])
+def test_large_seeds_give_what_their_keys_give(seed):
+    buffer = jrb.ReplayBuffer(64, batch_size=8)
+    verbs = jrb.jitted(buffer)
+    state = verbs.extend(verbs.init({"x": 0}), {"x": jnp.arange(50)})
+    key = jax.random.key(np.uint32(seed))
+    assert verbs.sample(state, seed).indices.tolist() == verbs.sample(state, key).indices.tolist()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, np.int8(-1), np.uint64(2**40)])
 def test_seeds_out_of_range_are_refused(seed):
     buffer = jrb.ReplayBuffer(8, batch_size=2)
     verbs = jrb.jitted(buffer)
@@ -533,6 +542,6 @@ def test_other_seeds_do_not_compile_anew():
     with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
         records = []
         patch.setattr("logging.Logger.handle", lambda self, record: records.append(record))
-        for seed in range(5):
+        for seed in (*range(5), 2**31, 2**32 - 1, np.int64(6), np.uint8(7)):
             verbs.sample(state, seed)
     assert not [record for record in records if "Compiling" in record.getMessage()]
