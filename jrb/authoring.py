@@ -7,7 +7,7 @@ N capacity, E environments, T time, B batch.
 """
 
 from jrb._core.steps import context_of
-from jrb._store.files import Folder
+from jrb._store.files import Folder, check_system
 from jrb._store.files import absolute as absolute_path
 from jrb._store.lock import Lock
 from jrb._store.opening import store_at
@@ -39,6 +39,7 @@ __all__ = [
     "call_on_host",
     "casting",
     "check_like",
+    "check_system",
     "checks",
     "context_of",
     "declared_nbytes",

@@ -7,6 +7,7 @@ set it.
 
 import contextlib
 import errno
+import importlib.util
 import os
 import stat
 import weakref
@@ -22,11 +23,24 @@ hook: Callable[..., Any] | None = None
 # Links are not followed, forked programs get no files, and a pipe is not waited for.
 _PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+_IS_SUPPORTED = os.open in os.supports_dir_fd and importlib.util.find_spec("fcntl") is not None
 
 
 def announce(operation: str, path: str, *arguments: Any) -> None:
     if hook is not None:
         hook(operation, path, *arguments)
+
+
+def check_system(path: str) -> None:
+    """Raises where files would not survive a fault: on Windows, without open folders and flock."""
+    if not _IS_SUPPORTED:
+        raise OSError(
+            errno.ENOSYS,
+            "expected a system with flock, such as Linux or macOS, got one without, such as "
+            "Windows. Run this in WSL 2, or save the arrays of the state yourself, as the "
+            "documentation shows under Installation, Windows",
+            path,
+        )
 
 
 def absolute(path: Any, name: str = "path") -> str:
@@ -49,6 +63,7 @@ class Folder:
     """
 
     def __init__(self, path: str) -> None:
+        check_system(path)
         self.path: str = os.path.realpath(path)
         self._file = os.open(self.path, _FOLDER)
         weakref.finalize(self, os.close, self._file)
@@ -199,6 +214,7 @@ class Folder:
 
 def make_folder(path: str) -> None:
     """Makes a folder, and those above it, if there is none."""
+    check_system(path)
     if not os.path.isdir(path):
         announce("mkdir", path)
         os.makedirs(path, exist_ok=True)
@@ -238,8 +254,9 @@ def resize(file: int, path: str, size: int, reserve: bool) -> None:
     """Gives an open file a size, zeros at its end."""
     announce("resize", path, size)
     try:
-        # Without `fallocate`, a file has holes, and a full disk is an error of a later write.
-        if reserve and size:
+        # Without `fallocate`, as on macOS, a file has holes, and a full disk is an error of a later
+        # write.
+        if reserve and size and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, size)
         else:
             os.ftruncate(file, size)

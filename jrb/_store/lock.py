@@ -24,10 +24,8 @@ class Lock:
         self._files: list[int] = []  # the file that is locked; none after the lock was released
         files.announce("lock", folder.path_of(name))
         weakref.finalize(self, _release, self._files, self._process)
-        try:
-            import fcntl
-        except ImportError as error:  # Windows
-            raise OSError(errno.ENOSYS, "expected a system that has flock", folder.path) from error
+        import fcntl  # here, as Windows has none; a folder was opened, so this system has it
+
         try:
             # Between the opening and the locking the file may be removed by whoever had the lock:
             # a lock on a file without a name would keep no other process away.

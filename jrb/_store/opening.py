@@ -46,6 +46,7 @@ def create(
     """
     if path is not None:
         return _create(os.path.realpath(path), columns, slots, room, reserve)
+    files.check_system(tempfile.gettempdir())
     removal.discard_stale(tempfile.gettempdir(), _TEMPORARY)
     path = os.path.realpath(tempfile.mkdtemp(prefix=_TEMPORARY))
     try:

@@ -364,13 +364,14 @@ def verify(path: str, progress: Progress = no_progress) -> list[str]:
 
 def _check_seal(path: str, progress: Progress = no_progress) -> None:
     """Raises unless a file is what was sealed."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        whole = os.fstat(descriptor).st_size
-        tail = os.pread(descriptor, _SEAL.size, max(0, whole - _SEAL.size))
+    with open(path, "rb") as sealed:
+        whole = os.fstat(sealed.fileno()).st_size
+        sealed.seek(max(0, whole - _SEAL.size))
+        tail = sealed.read(_SEAL.size)
+        sealed.seek(0)
         # Without a seal it may be ours all the same, cut short, or a file of another program.
         if _MARK not in tail:
-            is_hdf5 = _SIGNATURE.startswith(os.pread(descriptor, len(_SIGNATURE), 0))
+            is_hdf5 = _SIGNATURE.startswith(sealed.read(len(_SIGNATURE)))
             try:
                 with h5py.File(path if is_hdf5 else os.devnull, "r", locking=False) as file:
                     is_hdf5 = file.attrs.get("format") == FORMAT
@@ -389,7 +390,7 @@ def _check_seal(path: str, progress: Progress = no_progress) -> None:
         buffer, computed = bytearray(min(_PIECE, size)), 0
         for start in range(0, size, _PIECE):
             piece = memoryview(buffer)[: size - start]
-            files.read_at(descriptor, path, start, piece)
+            sealed.readinto(piece)
             computed = zlib.crc32(piece, computed)
             progress(min(start + _PIECE, size) / size)
         if computed != expected:
@@ -397,5 +398,3 @@ def _check_seal(path: str, progress: Progress = no_progress) -> None:
                 f"{path}: expected the checksum {expected:08x}, found {computed:08x}: its bytes "
                 "were damaged."
             )
-    finally:
-        os.close(descriptor)

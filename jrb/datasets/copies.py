@@ -27,7 +27,16 @@ import jax
 import numpy as np
 
 from jrb import checkpoint
-from jrb.authoring import Folder, Lock, absolute_path, checks, leaf_name, require, store_at
+from jrb.authoring import (
+    Folder,
+    Lock,
+    absolute_path,
+    check_system,
+    checks,
+    leaf_name,
+    require,
+    store_at,
+)
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import LockedError
 from jrb.datasets.filling import Streams, streams, written
@@ -229,6 +238,7 @@ def copy_of(dataset: Any, num_envs: int | None, root: str) -> tuple[str, bytes]:
 def locked(path: str, wait: bool) -> Iterator[None]:
     """Holds the right to make or remove a copy; waits for a process that has it, or raises."""
     root, name = os.path.split(path)
+    check_system(path)
     os.makedirs(os.path.join(root, ".locks"), exist_ok=True)
     folder, is_warned = Folder(os.path.join(root, ".locks")), False
     while True:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jrb.authoring import Folder, absolute_path, checks, require
+from jrb.authoring import Folder, absolute_path, check_system, checks, require
 
 
 def absent(path: str | os.PathLike[str]) -> str:
@@ -29,6 +29,7 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
     """
     target = absent(path)
     above, name = os.path.split(target)
+    check_system(target)
     os.makedirs(above, exist_ok=True)
     folder, temporary = Folder(above), f".{name}.{secrets.token_hex(4)}.new"
     new = folder.path_of(temporary)

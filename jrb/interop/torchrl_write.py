@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb.authoring import Folder, absolute_path, checks, escaped_errors, tree_nbytes
+from jrb.authoring import Folder, absolute_path, check_system, checks, escaped_errors, tree_nbytes
 from jrb.buffer import ReplayBuffer
 from jrb.interop.torchrl_files import ABOUT, DTYPES, FLAGS, file_name
 from jrb.layouts import flat, names
@@ -81,6 +81,7 @@ def write_torchrl(
     if layout == "flat":
         (leaves, about), shape = _flat(leaves, shape, rows), ()
     parent = os.path.dirname(target)
+    check_system(target)
     os.makedirs(parent, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".jrb-") as temporary:
         folder = Folder(temporary)

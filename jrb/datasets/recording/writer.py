@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 
-from jrb.authoring import Folder, Lock
+from jrb.authoring import Folder, Lock, check_system
 from jrb.checkpoint import LockedError
 from jrb.datasets.reading.tabular import combined_flags, is_set
 from jrb.datasets.recording import parts
@@ -222,6 +222,7 @@ class RecordWriter:
 
 def _recording_folder(path: str) -> Folder:
     """Returns the folder of a recording, made if there is none, without what dead writers left."""
+    check_system(path)
     if os.path.lexists(path) and not os.path.isdir(path):
         raise ValueError(f"{path}: expected a folder, or nothing, found a file.")
     if not os.path.isdir(path):
