@@ -36,12 +36,12 @@ class Config:
     steps: int = 40_000
     points: int = 20  # of the learning curve
     num_envs: int = 8
-    rollout: int = 2  # steps of each environment between two updates; windows start so far apart
+    rollout: int = 2  # steps of each environment between two updates, and the stride of windows
     capacity: int = 16_384
     length: int = 12  # of windows
     horizon: int = 8  # imagined steps
     width: int = 64
-    groups: int = 8  # the code is so many one-hot vectors, each of `classes` numbers
+    groups: int = 8  # one-hot vectors in a code, each of `classes` numbers
     classes: int = 8
     learning_rate: float = 2e-3
     discount: float = 0.97
@@ -59,7 +59,7 @@ class Config:
             "prior": (self.width, code),  # from h to z
             "posterior": (self.width + PIXELS, code),  # from h and observation to z
             "pixels": (feature, PIXELS),
-            "outcome": (feature + ACTIONS, 2),  # reward, and whether the episode goes on
+            "outcome": (feature + ACTIONS, 2),  # reward, and whether the episode continues
             "actor": (feature, ACTIONS),
             "critic": (feature, 1),
         }

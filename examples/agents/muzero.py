@@ -5,8 +5,8 @@
 Each row is stored with what the search found when the step was taken: a policy, and the value of
 the root. Every iteration searches again at some rows of the buffer with the newest network, and
 writes what it finds over the old targets (reanalyse). The network learns from windows of rows: it
-encodes the first observation, goes on with the actions alone, and predicts rewards, values and
-policies of the rows behind. Windows are sampled by the error of their first value.
+encodes the first observation, continues with the actions alone, and predicts rewards, values and
+policies of the following rows. Windows are sampled by the error of their first value.
 
 Reference: Schrittwieser et al., 2020, "Mastering Atari, Go, chess and shogi by planning with a
 learned model"; Schrittwieser et al., 2021, "Online and offline reinforcement learning by planning
