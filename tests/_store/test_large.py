@@ -144,6 +144,13 @@ def test_room_that_is_set_aside_is_there_at_once(path):
     assert one.table.room < 50_000  # memory comes with the rows all the same
 
 
+def test_room_is_not_set_aside_where_the_system_cannot(path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)  # as on macOS
+    one = opening.create(path, (column(width=1000),), 4000, 5000, reserve=True)
+    version = one.put(one.version, np.arange(4), [np.ones((4, 1000), np.uint8)])
+    assert one.take(version, [np.arange(4)])[0].sum() == 4000
+
+
 MANY = """
 import os, resource, sys
 import numpy as np
