@@ -79,9 +79,7 @@ class ReplayBuffer:
     cast: bool = False
 
     if not TYPE_CHECKING:  # or every misspelt name would have a type
-
-        def __getattr__(self, name: str) -> Any:
-            raise wording.no_attribute(self, name)
+        __getattr__ = wording.refuse_attribute
 
     def __repr__(self) -> str:
         return display.laid_out(self)

@@ -54,9 +54,7 @@ class BufferState(pytree.State):
         )
 
     if not TYPE_CHECKING:  # or every misspelt name would have a type
-
-        def __getattr__(self, name: str) -> Any:
-            raise wording.no_attribute(self, name)
+        __getattr__ = wording.refuse_attribute
 
     def __repr__(self) -> str:
         return display.text(self, self._title(), self._facts())
@@ -114,9 +112,7 @@ class Sample(pytree.State):
     origin: str | None = pytree.static(default=None)
 
     if not TYPE_CHECKING:  # or every misspelt name would have a type
-
-        def __getattr__(self, name: str) -> Any:
-            raise wording.no_attribute(self, name)
+        __getattr__ = wording.refuse_attribute
 
         def __getitem__(self, name: object) -> Any:
             raise TypeError(f"sample[...]: the items are in sample.data, such as data[{name!r}].")

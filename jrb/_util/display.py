@@ -49,11 +49,11 @@ def spread(leaf: Leaf) -> str:
     return f"mean {mean:.3g}, from {least:.3g} to {most:.3g}"
 
 
-def laid_out(description: Any, width: int = 88) -> str:
-    """A description as it is written, on one line, or each field on a line of its own."""
+def laid_out(description: Any) -> str:
+    """A description as it is written, on one line of 88 columns, or a line for each field."""
     whole = f"{type(description).__name__}("
     fields = [f"{name}={value!r}" for name, value in pytree.changed(description)]
-    if len(whole) + len(", ".join(fields)) < width:
+    if len(whole) + len(", ".join(fields)) < 88:
         return whole + ", ".join(fields) + ")"
     lines = [field.replace("\n", "\n    ") for field in fields]
     return "\n    ".join([whole, *(line + "," for line in lines)]) + "\n)"

@@ -14,7 +14,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 _MAKE = "jrb.ReplayBuffer(capacity, num_envs=, batch_size=, sampler=, unit=)"
 
@@ -81,11 +81,11 @@ def hint(name: str, names: Iterable[str] = ()) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
-def no_attribute(thing: Any, name: str) -> AttributeError:
-    """Makes the error for an attribute that there is not."""
+def refuse_attribute(thing: Any, name: str) -> NoReturn:
+    """Raises for an attribute that there is not: the `__getattr__` of classes for users."""
     text = f"{type(thing).__name__!r} object has no attribute {name!r}"
     text += f".{hint(name)}" if name in NAMES else ""
-    return AttributeError(text, name=name, obj=thing)
+    raise AttributeError(text, name=name, obj=thing)
 
 
 def wrong_arguments(cls: type, error: TypeError, names: Iterable[str]) -> TypeError:
