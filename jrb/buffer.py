@@ -198,6 +198,7 @@ class ReplayBuffer:
             raise eager.refusal()
         return eager.nbytes(self, self._stored_spec(example))
 
+    @takes_state
     def add(
         self,
         state: BufferState,
@@ -225,6 +226,7 @@ class ReplayBuffer:
         """
         return self._write("add", state, item, mask, priorities)
 
+    @takes_state
     def extend(
         self,
         state: BufferState,

@@ -6,6 +6,7 @@ look-up outside `jit`. N capacity, E environments.
 """
 
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Hashable
@@ -274,14 +275,15 @@ def explained(verb: F) -> F:
 
 
 def takes_state(verb: F) -> F:
-    """Wraps a verb whose error names the missing argument where only the key is given."""
+    """Wraps a verb whose error names the missing argument where the state is left out."""
+    second = list(inspect.signature(verb).parameters)[2]  # such as `key`, or `item`
 
     @functools.wraps(verb)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) == 1:
             raise TypeError(
-                f"{verb.__name__}: expected (state, key), got one argument. The items are in the "
-                f"state that init and add return: buffer.{verb.__name__}(state, key)."
+                f"{verb.__name__}: expected (state, {second}), got one argument. The items are in "
+                f"the state that init and add return: buffer.{verb.__name__}(state, {second})."
             )
         return verb(self, *args, **kwargs)
 

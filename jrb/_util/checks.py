@@ -22,7 +22,9 @@ _SMALLEST = np.finfo(np.float32).tiny
 def count(name: str, value: object, most: int | None = None) -> None:
     """A positive Python integer."""
     if isinstance(value, bool) or not isinstance(value, _INTEGERS):
-        raise TypeError(f"{name}: expected an integer, got {value!r}.")
+        is_whole = isinstance(value, float) and value.is_integer()  # such as 1e6
+        mend = f" Write int({value!r})." if is_whole else ""
+        raise TypeError(f"{name}: expected an integer, got {value!r}.{mend}")
     if value < 1 or (most is not None and value > most):
         bound = "at least 1" if most is None else f"from 1 to {most}"
         raise ValueError(f"{name}: expected {bound}, got {value}.")
