@@ -6,6 +6,7 @@ The models stay as they are: DQN, SAC, TD3 and DDPG, with one environment or sev
 that are arrays or dicts of arrays, time limits and `VecNormalize`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -48,7 +49,8 @@ class JrbBuffer(ReplayBuffer):
         limits = [info.get("TimeLimit.truncated", False) for info in infos]
         truncated = np.array(limits, bool) & self.handle_timeout_termination
         action = action.reshape(self.n_envs, self.action_dim)
-        step = jrb.transition(obs, action, next_obs, reward, done & ~truncated, truncated)
+        terminated = (done & ~truncated).astype(np.float32)  # as the losses take it
+        step = jrb.transition(obs, action, next_obs, reward, terminated, truncated)
         if self.state is None:
             one = jax.tree.map(lambda leaf: leaf[0], step)
             self.state = jrb.jitted(self.buffer).init(one)
@@ -61,15 +63,18 @@ class JrbBuffer(ReplayBuffer):
         return self._get_samples(jrb.jitted(self.buffer).sample(self.state, seed, batch_size), env)
 
     def _get_samples(self, batch: Any, env: Any = None) -> ReplayBufferSamples:
-        data = batch.data if env is None else jax.tree.map(np.asarray, batch.data)
+        # Columns are made of tensors, or of NumPy's arrays where `env` normalizes them: each
+        # operation on an array of JAX would be a program of its own.
+        convert = jrb.to_torch if env is None else functools.partial(jax.tree.map, np.array)
+        data, info = convert((batch.data, batch.info))
         after, column = data["next"], lambda leaf: leaf.reshape(-1, 1)
         samples = ReplayBufferSamples(
             self._normalize_obs(data["observation"], env),
             data["action"],
             self._normalize_obs(after["observation"], env),
-            column(after["terminated"]).astype(np.float32),
+            column(after["terminated"]),
             self._normalize_reward(column(after["reward"]), env),
-            column(batch.info["discount"]) if "discount" in batch.info else None,
+            column(info["discount"]) if "discount" in info else None,
         )
         return jax.tree.map(lambda leaf: leaf.to(self.device), jrb.to_torch(samples))
 
