@@ -139,11 +139,7 @@ def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
 
 def placed(array: np.ndarray, device: Device = None) -> jax.Array:
     """Makes an array of the device from an aligned one of the host that has no other user."""
-    if isinstance(device, jax.sharding.Sharding):
-        platforms = {one.platform for one in device.device_set}
-    else:
-        platforms = {jax.default_backend() if device is None else device.platform}
-    if array.nbytes <= PIECE or platforms == {"cpu"}:
+    if array.nbytes <= PIECE or _goes_to_cpu(device):
         is_copied = _SMALL < array.nbytes <= PIECE  # for which a program is compiled
         result = jnp.array(array, copy=True) if is_copied else jax.device_put(array)
     else:
@@ -151,6 +147,13 @@ def placed(array: np.ndarray, device: Device = None) -> jax.Array:
         starts = range(0, len(whole), PIECE)
         result = _filled(array, ((start, whole[start : start + PIECE]) for start in starts))
     return result if device is None else jax.device_put(result, device)
+
+
+def _goes_to_cpu(device: Device) -> bool:
+    if device is None:
+        return jax.default_backend() == "cpu"
+    devices = device.device_set if isinstance(device, jax.sharding.Sharding) else {device}
+    return all(one.platform == "cpu" for one in devices)
 
 
 def _filled(spec: Leaf, pieces: Iterator[tuple[int, Any]]) -> jax.Array:

@@ -322,9 +322,7 @@ class GroupJob(Job):
             self.parts[name] = job(manifest.path_of(path, name), part, ExtraData(), outward)
         names, self._group = list(self.parts), ProcessGroup()
         if isinstance(buffer, Sharded):  # also over other processes
-            names, service = buffer.names(), compat.coordination()
-            if service is not None:  # a name for each save, the same in all processes
-                self._group = ProcessGroup(*service, f"jrb/save/{next(_saves)}")
+            names, self._group = buffer.names(), processes()
         if isinstance(buffer, Mix | Sharded):
             kind = manifest.MIX if isinstance(buffer, Mix) else manifest.SHARDED
             facts |= {"description": schema.text_of(buffer)}
@@ -470,7 +468,13 @@ class ProcessGroup:
         return [message["result"] for message in messages]
 
 
-_saves = itertools.count()
+_saves = itertools.count()  # a name for each save, the same in all processes
+
+
+def processes() -> ProcessGroup:
+    """Returns all processes of this program, for one save."""
+    service = compat.coordination()
+    return ProcessGroup() if service is None else ProcessGroup(*service, f"jrb/save/{next(_saves)}")
 
 
 # Items that are not in rows of the state's own leaves.
