@@ -301,6 +301,8 @@ MAPS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("how", MAPS)
 @pytest.mark.parametrize("name", ["trajectory", "flat", "prioritised flat", "prioritised item"])
 def test_states_that_are_mapped(name, how):
@@ -313,6 +315,8 @@ def test_states_that_are_mapped(name, how):
     check_agents(buffer, states, batches, after if "prioritised" in name else None)
 
 
+@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs a JAX with jax.shard_map")
 @pytest.mark.parametrize("replicated", [False, True])
 def test_states_in_shard_map(replicated):
@@ -331,6 +335,7 @@ def test_states_in_shard_map(replicated):
     check_agents(buffer, states, batches, None if replicated else after)
 
 
+@pytest.mark.slow
 def test_a_mixer_of_mapped_states():
     buffers, states = zip(*[agents_of(*MAKERS["prioritised flat"], 2)] * 2, strict=True)
     mixer = fbx.make_mixer(buffers, 16, (0.5, 0.5))

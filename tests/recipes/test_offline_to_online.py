@@ -7,6 +7,8 @@ import pytest
 
 import jrb
 
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
+
 UTD, B = 5, 8
 AFTER = {"reward": jnp.zeros(()), "terminated": jnp.zeros((), bool)}
 EXAMPLE = {"observation": jnp.zeros(3), "action": jnp.zeros(2), "next": AFTER}

@@ -7,6 +7,8 @@ import pytest
 
 import jrb
 
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
+
 ACTIONS, UNROLL, ENVS = 3, 4, 2
 AFTER = {"reward": jnp.zeros(()), "terminated": jnp.zeros((), bool)}
 EXAMPLE = {

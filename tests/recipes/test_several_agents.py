@@ -9,6 +9,8 @@ import pytest
 
 import jrb
 
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
+
 ENVS, LONGEST = 3, 6
 WIDTH = {"ally_0": 5, "ally_1": 5, "enemy_0": 7}
 
