@@ -107,7 +107,7 @@ def run(steps: int = 4000, seed: int = 0) -> tuple[float, float, jrb.BufferState
     """Trains; the return of an episode before and after, and what the buffer holds then."""
     key, first = jax.random.split(jax.random.key(seed))
     params = network(first)
-    agent, verbs, state = (params, params, optimizer.init(params)), jrb.jitted(buffer), None
+    agent, methods, state = (params, params, optimizer.init(params)), jrb.jitted(buffer), None
     before, world = evaluate(params), environments()
     (seen, _), ended = world.reset(seed=seed), np.zeros(ENVS, bool)
     for step in range(steps):
@@ -119,8 +119,8 @@ def run(steps: int = 4000, seed: int = 0) -> tuple[float, float, jrb.BufferState
         following |= {"terminated": terminated, "truncated": truncated}
         row = {"observation": seen, "action": action, "next": following}
         if state is None:
-            state = verbs.init(jax.tree.map(lambda leaf: leaf[0], row))
-        state = verbs.add(state, row, mask=~ended)  # those that had ended only began anew
+            state = methods.init(jax.tree.map(lambda leaf: leaf[0], row))
+        state = methods.add(state, row, mask=~ended)  # those that had ended only began anew
         seen, ended = observation, terminated | truncated
         if step * ENVS >= ENOUGH:
             agent, state = learn(agent, state, learning)

@@ -39,7 +39,7 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
     are donated too.
 
     `sample` and `draw` also take an integer in place of a key, such as the number of the step:
-    `verbs.sample(state, 7)` gives what `jax.random.key(7)` gives, and the key is made inside the
+    `methods.sample(state, 7)` gives what `jax.random.key(7)` gives, and the key is made inside the
     compiled call.
 
     Args:
@@ -51,11 +51,11 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
     Example:
         >>> import jax, jax.numpy as jnp, jrb
         >>> buffer = jrb.ReplayBuffer(capacity=1000, batch_size=32)
-        >>> verbs = jrb.jitted(buffer)
-        >>> state = verbs.init({"x": jnp.zeros(3)})
+        >>> methods = jrb.jitted(buffer)
+        >>> state = methods.init({"x": jnp.zeros(3)})
         >>> for number in range(5):
-        ...     state = verbs.add(state, {"x": jnp.full(3, float(number))})
-        >>> verbs.sample(state, jax.random.key(0)).data["x"].shape
+        ...     state = methods.add(state, {"x": jnp.full(3, float(number))})
+        >>> methods.sample(state, jax.random.key(0)).data["x"].shape
         (32, 3)
     """
     if isinstance(buffer, Mix):

@@ -93,7 +93,7 @@ class Sample(pytree.State):
             `[B]`, whose each anchor is; with `count_draws=True`, `draws`, int32 `[B]`, how often
             each item was drawn before.
         stamp: uint32 `[B]`, tells later whether a slot still holds the same item.
-        origin: a text that names the description by which it was drawn; no array. Verbs refuse a
+        origin: a text that names the description by which it was drawn; no array. Methods refuse a
             sample of another description. None, for a sample that was put together by hand, or
             after `sample.replace(origin=None)`, leaves it to the caller.
 

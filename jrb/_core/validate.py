@@ -120,7 +120,7 @@ def check_kind(buffer: Buffer, state: BufferState) -> None:
         kind = "a tuple, as a Mix has" if isinstance(state, tuple) else type(state).__name__
         raise TypeError(
             f"expected a state of this buffer, a BufferState, got {kind}. Pass what init, add and "
-            "the other verbs return."
+            "the other methods return."
         )
     storage, items = buffer.storage, state.storage
     if on_host(buffer):
@@ -154,7 +154,7 @@ def check(buffer: Buffer, state: BufferState, spec: SpecKey | None = None) -> No
         odd = next(leaf for leaf in leaves if not pytree.is_array(leaf))
         raise TypeError(
             f"expected a state of this buffer, with arrays for leaves, got {type(odd).__name__}. "
-            "Pass the state that came back from the last verb."
+            "Pass the state that the last method returned."
         ) from None
     _check(buffer, structure, kinds, spec)
 
@@ -183,7 +183,8 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
         if _odd_part(buffer, without_axes(axes), spec) is None:
             raise ValueError(
                 f"expected a state of one buffer, got one with the leading axes "
-                f"{kinds[0][0][:axes]} of many. Call the verb under jax.vmap, or take one of them."
+                f"{kinds[0][0][:axes]} of many. Call the method under jax.vmap, or take one of "
+                "them."
             )
     name, got = odd, getattr(state, odd)
     part, owners = getattr(buffer, name, None), _owners(name, got)
@@ -266,9 +267,9 @@ def explained(verb: F) -> F:
                 raise
             raise ValueError(
                 "expected a state and items that are not cut over an explicit axis of a mesh, got "
-                f"some for which JAX says: {str(error).splitlines()[0]} Call the verb inside "
-                "jax.shard_map, under jax.vmap for a leading axis of buffers; or make the mesh "
-                "with axis_types=(jax.sharding.AxisType.Auto,)."
+                f"some for which JAX says: {str(error).splitlines()[0]} Call the "
+                "method inside jax.shard_map, under jax.vmap for a leading axis of buffers; or "
+                "make the mesh with axis_types=(jax.sharding.AxisType.Auto,)."
             ) from error
 
     return cast(F, called)
@@ -342,8 +343,8 @@ def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None
     _warned_of_copies.add(buffer)
     warnings.warn(
         f"add, extend: outside jit each call copies the whole buffer, {wording.bytes_text(size)}. "
-        "Use the verbs of jrb.jitted(buffer), which write in place, or call the verb in a function "
-        "under jax.jit(..., donate_argnums=...).",
+        "Use the methods of jrb.jitted(buffer), which write in place, or call the method in a "
+        "function under jax.jit(..., donate_argnums=...).",
         CopyWarning,
         stacklevel=depth,
     )

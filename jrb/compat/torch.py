@@ -25,7 +25,7 @@ def to_torch(batch: Any, *, copy: bool = False) -> Any:
         TypeError: a leaf has a dtype that PyTorch lacks, such as int4.
 
     Example:
-        tensors = jrb.to_torch(verbs.sample(state, 7))
+        tensors = jrb.to_torch(methods.sample(state, 7))
         loss = (tensors.weights * errors(tensors.data) ** 2).mean()
     """
     torch = require("torch", "peers")

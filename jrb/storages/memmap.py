@@ -172,10 +172,10 @@ class StoreArrays(HostArrays):
 class MemmapStorage(StoreArrays):
     """Keeps the items in files on the host, one for each leaf, and reads them through mappings.
 
-    Sampler, writer and priorities stay on the device. Outside `jit`, verbs read and write between
-    jitted parts; inside, and in `scan`, they call the host, in the order of the program; under
-    `vmap` they are refused. The file of a leaf `next/observation` is `rows/next/observation.bin`,
-    raw rows, written round and round.
+    Sampler, writer and priorities stay on the device. Outside `jit`, methods read and write
+    between jitted parts; inside, and in `scan`, they call the host, in the order of the program;
+    under `vmap` they are refused. The file of a leaf `next/observation`, the raw rows of a ring, is
+    `rows/next/observation.bin`.
 
     States share their rows. An older state can neither be written to nor draw rows that were
     overwritten since (`jrb.StaleError`). `jrb.save` to the path is a commit, which costs what

@@ -107,9 +107,9 @@ _NO_ARRAYS = SpecKey({})
 class HostStorage(Storage):
     """A storage that keeps items on the host.
 
-    Outside `jit` a verb is host code around jitted parts. These know the storage by its device
+    Outside `jit` a method is host code around jitted parts. These know the storage by its device
     part, which says where it would write and read; what it says is handed to the methods here.
-    Inside `jit` the verbs call `write` and `read`, like those of any storage.
+    Inside `jit` the methods call `write` and `read`, like those of any storage.
 
     Attributes:
         state_type: the class of its states, below `HostState`.
