@@ -38,8 +38,8 @@ class Report:
         traces: how often the step is traced in three calls, each with the state of the one before;
             1 is right.
         seconds: the median time of a call, with all states donated.
-        parts: of each verb in the step: its name, how often it is called, and the median time of
-            one call that is compiled alone.
+        parts: of each method in the step: its name, how often it is called, and the median time
+            of one call that is compiled alone.
     """
 
     findings: tuple[Finding, ...]
@@ -65,9 +65,9 @@ class Report:
 def doctor(step: Callable[..., Any], *args: Any) -> Report:
     """Says what makes a training step slow, and where.
 
-    It compiles the step twice and runs it about ten times, on copies of the arguments; only a
-    storage on the host has no copy, and is written to. Give it a state that is much larger than
-    a batch.
+    It compiles the step twice and runs it about ten times, on copies of the arguments. Storages on
+    the host are not copied: these runs write to them. The state should be much larger than a
+    batch.
 
     Args:
         step: compiled or not; its results may be anything, the new state among them.

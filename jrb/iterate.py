@@ -57,16 +57,16 @@ def epochs(
     """Returns batches of all that a buffer holds, without replacement, whatever its own sampler is.
 
     Args:
-        buffer: the description. Its unit says of what: transitions, windows, ...
-        state: is only read; it may not be donated meanwhile.
+        buffer: the description. Its unit decides what an entry is: a transition, a window, ...
+        state: is only read; do not donate it before the last batch.
         key: a PRNG key. It is consumed.
         batch_size: B; None for the buffer's.
         n_epochs: the number of epochs.
-        drop_last: whether the last batch of an epoch is left out where it is short. Else it is
-            masked at its end, so that all batches have one shape.
+        drop_last: if True, the last batch of an epoch is left out if it is short. Otherwise it is
+            padded, and `mask` is False for the padding: all batches have the same shape.
 
     Returns:
-        What `for` takes, and `len`: batches of type `Sample`.
+        An iterable of batches of type `Sample`, with a `len`.
 
     Raises:
         ValueError: there is nothing to go through, or no batch size.
@@ -119,7 +119,7 @@ def steps(
 
     Args:
         buffer: the description.
-        state: is only read; it may not be donated meanwhile.
+        state: is only read; do not donate it before the last batch.
         key: a PRNG key, which is consumed; None for `jax.random.key(0)`.
         n_epochs: how often to go through everything, without replacement, as `epochs`; None for
             draws of the buffer's own sampler.
@@ -127,7 +127,7 @@ def steps(
         batch_size: B; None for the buffer's.
 
     Returns:
-        An iterator over batches of type `Sample`; without end if there are no numbers.
+        An iterator over batches of type `Sample`; endless without `n_epochs` and `max_iter`.
 
     Raises:
         ValueError: there is nothing to draw, or no batch size.

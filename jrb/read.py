@@ -166,7 +166,7 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         state: is only read.
 
     Returns:
-        A sequence; the items of an episode are read when they are asked for.
+        A sequence; the items of an episode are read when they are accessed.
 
     Raises:
         ValueError: items without such a flag, or a writer without an order of time.

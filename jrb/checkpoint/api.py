@@ -90,8 +90,8 @@ def save(
         The number of the generation; 0 for a file.
 
     Raises:
-        LockedError: somebody else is saving there.
-        OSError: the disk is full or broken; what was there before is still there.
+        LockedError: another process or thread is saving there.
+        OSError: the disk is full or broken; the checkpoint that was there before is unchanged.
         TypeError: an object in a `ListStorage` that no file can hold; the message says which.
         ValueError: the state is not one of this buffer; or there is something else at the path,
             which the message names.
@@ -400,8 +400,8 @@ def load(
 ) -> Any:
     """Loads what was saved: the next draws are, bit for bit, those of an uninterrupted run.
 
-    From the path of a storage on the host, that is opened, after a look at all of its rows; others
-    may write there meanwhile, and the first write from here takes their place when they are gone.
+    The path of a storage on the host is opened in place; with `verify`, all rows are read first.
+    Another process may still be writing there; the first write from here needs it to have ended.
     Items on the host from any other checkpoint go to a temporary store, or to that of `buffer`.
 
     Args:

@@ -1,7 +1,7 @@
 """`jrb inspect`: shows the contents of a path; of ours without JAX, and without the rows.
 
-A report is the dict that `--json` prints, with the entries of `_BLANK`. Leaves are dicts of a
-`name`, `dtype`, `shape` and `nbytes`: of items, dtype and shape of one, and the bytes of all.
+A report is the dict that `--json` prints, with the entries of `_BLANK`. Leaves are dicts with
+`name`, `dtype`, `shape` and `nbytes`: dtype and shape of one item, and the bytes of all items.
 """
 
 import importlib

@@ -39,16 +39,16 @@ _UNIFORM, _TRANSITION = Uniform(), Transition()
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dataset(Sequence[Episode]):
-    """Episodes in files; opened by `jrb.datasets.open`, and read when they are asked for.
+    """Episodes in files, opened by `jrb.datasets.open`; each is read when it is accessed.
 
-    A sequence of episodes: `len`, iteration, `dataset[3]`, and slices, which are datasets too. An
-    episode is in TED, a nested dict of NumPy arrays `[T, ...]` in the files' dtypes, in this
-    machine's order of bytes: `observation`, `action`, `next: {observation, reward, terminated,
-    truncated, done}`, and under their own names what else the files have for each step. The last
-    step of an episode is always `done`.
+    A sequence of episodes: `len`, iteration and `dataset[3]` work; slices are datasets too. An
+    episode is a nested dict of NumPy arrays `[T, ...]` in the files' dtypes, in native byte order
+    (TorchRL's layout, TED): `observation`, `action`, `next: {observation, reward, terminated,
+    truncated, done}`, and all other arrays that the files have for each step, under their names.
+    The last step of an episode is always `done`.
 
-    If the observation after the last step of an episode that did not terminate is in no file, it
-    is zeros, and every episode has a leaf `next/valid`, bool `[T]`, False for such steps.
+    Some files lack the observation after the last step of an episode that did not terminate. It is
+    then zeros, and every episode has a leaf `next/valid`, bool `[T]`, False for such steps.
 
     Attributes:
         source: the path, or what the format takes in place of one.

@@ -59,8 +59,8 @@ class Format(abc.ABC):
     Attributes:
         name: what `jrb.datasets.open(path, format=...)` calls it.
         looks_for: what it matches, for the error where no format does.
-        max_expansion: how many times larger than their files arrays may be in memory. More is
-            refused before memory is allocated, above 32 MiB.
+        max_expansion: the largest ratio of the size of arrays in memory to that of their files.
+            Arrays above 32 MiB that exceed it are refused before memory is allocated.
         own_files: a regular expression for the names of the files in a folder that are the
             layout's, below the folder; by default of none. Nothing else is ever removed.
     """

@@ -44,8 +44,8 @@ def open(
         final: what happens to a last step whose next observation is in no file, of an episode that
             did not terminate: "keep" marks it by `next/valid`, "drop" leaves it out.
         options: fields of the format, such as `horizon` for D4RL or `mapping` for plain arrays.
-            All formats have `max_expansion`: how many times larger than the files arrays may be in
-            memory, 100 by default. Damaged or hostile files declare more.
+            All formats have `max_expansion`, the largest ratio of the size of arrays in memory to
+            that of their files, 100 by default. Damaged or hostile files may declare more.
 
     Raises:
         FileNotFoundError: there is nothing at the path.

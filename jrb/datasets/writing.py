@@ -160,9 +160,9 @@ def write_rlds(
     for the step that terminated and else 1. Where the observation after a last step lacks
     (`next/valid`), arrays are `[L, ...]`, and no step `is_last`.
 
-    Beside `steps`, `environment` is whose the episode is, `is_running` whether it is still running;
-    it is written as a truncated one. `is_cut` is whether its beginning may have been overwritten.
-    Of a dataset, they are its facts. Of flags, `done` alone is taken for a termination.
+    Beside `steps`, `environment` is the number of the environment. `is_running` is True if the
+    episode has not ended; it is written as truncated. `is_cut` is True if its first steps may have
+    been overwritten. For a dataset, these are its facts. A lone `done` counts as a termination.
 
     Args:
         buffer: the description, with a writer that keeps the order of time; or a dataset, without
@@ -174,9 +174,9 @@ def write_rlds(
         An iterator, which `jrb.datasets.open` takes too.
 
     Raises:
-        ValueError: items without observation, action or next observation; or, when the episode is
-            asked for, a next observation that is not the observation of the next step, as RLDS has
-            each of them once.
+        ValueError: items have no observation, action or next observation; or, when the iterator
+            reaches the episode, a next observation is not the observation of the next step: RLDS
+            stores each of them once.
         TypeError: neither a buffer with its state nor a dataset.
     """
     dataset, specs = dataset_of("write_rlds", buffer, state)

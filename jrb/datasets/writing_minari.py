@@ -59,33 +59,33 @@ def write_minari(
     """Writes all episodes that a buffer holds as a dataset of Minari; needs the extra `minari`.
 
     `minari.load_dataset(dataset_id)` finds it at `<MINARI_DATASETS_PATH>/<dataset_id>`, and
-    `minari.MinariDataset(path + "/data")` anywhere. Arrays are written as they are stored, images
-    without JPEG. The last step of an episode that had not ended is truncated, as Minari's own
-    collector does it. A last step whose next observation is not known (`next/valid`) is left out.
-    The facts `complete` and `cut`, and `notes` in the metadata, say where. Other leaves (but
-    `done`) go into `infos`, `info` and `next/info` together. The set is whole or not there.
+    `minari.MinariDataset(path + "/data")` anywhere. Arrays keep their dtypes; images are not
+    compressed as JPEG. The last step of an unfinished episode is marked as truncated, as Minari's
+    collector does. A last step without its next observation (`next/valid`) is left out. The facts
+    `complete` and `cut`, and the metadata's `notes`, list these episodes. Other leaves (but `done`)
+    go into `infos`; `info` and `next/info` are merged. `path` is created only once all is written.
 
     Args:
-        path: the folder of the set, which is not there yet.
-        buffer: the description, whose items have observation, action, next observation, reward,
-            terminated and truncated; or a dataset, without a state.
-        state: its state. It is only read.
+        path: the folder of the dataset, which must not exist yet.
+        buffer: the description of a buffer whose items have observation, action, next observation,
+            reward, terminated and truncated; or a dataset, without a state.
+        state: the buffer's state. It is only read.
         dataset_id: `<namespace>/<name>-v<number>`; by default the name of the folder.
-        observation_space: one of Gymnasium, or its JSON as Minari writes it; by default derived
-            from the arrays: a `Box` as wide as the dtype, `Discrete` for single integers,
+        observation_space: a space of Gymnasium, or its JSON as Minari writes it; by default derived
+            from the arrays: a `Box` with the range of the dtype, `Discrete` for single integers,
             `MultiBinary` for flags, in dicts and tuples.
         action_space: as `observation_space`.
         env_spec: Gymnasium's spec of the environment, or its JSON.
-        author: of the data, one or several.
-        author_email: likewise.
-        algorithm_name: what chose the actions.
-        code_permalink: where the code is.
-        description: a text.
+        author: the name of the author, or several names.
+        author_email: the email address of the author, or several.
+        algorithm_name: the algorithm that chose the actions.
+        code_permalink: a link to the code that recorded the data.
+        description: a text about the dataset.
 
     Raises:
-        ValueError: something is at the path, there is no episode, items lack something or have a
-            dtype that HDF5 lacks, spaces do not fit, or a next observation (or `next/info`) is
-            not what stands before the action of the next step, which a set cannot hold.
+        ValueError: the path exists, there is no episode, items lack a leaf or have a dtype that
+            HDF5 lacks, spaces do not fit, or a next observation (or `next/info`) is not the
+            observation (or `info`) of the next step: Minari stores each of them once.
         TypeError: neither a buffer with its state nor a dataset.
     """
     target = absent(path)

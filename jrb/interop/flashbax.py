@@ -33,12 +33,12 @@ def read_flashbax(
 ) -> Dump:
     """Returns the items of a live flashbax state.
 
-    A of flashbax (`add_batch_size`) is E here. The items are timesteps, as they were added:
-    flashbax makes pairs and sequences when it samples. For these, take
+    flashbax's A (`add_batch_size`) is E here. The items are timesteps, as they were added:
+    flashbax makes pairs and sequences when it samples. To sample these, use
     `unit=jrb.Sequence(length=...)`.
 
     A priority belongs to the step at which a sequence starts, which is the anchor here. A state
-    does not know by which exponent its priorities were raised, nor how long its sequences are.
+    contains neither the exponent of its priorities nor the length of its sequences.
 
     Args:
         state: of a trajectory, flat or item buffer, or of one of their prioritised twins. It is
@@ -52,10 +52,10 @@ def read_flashbax(
         squeeze: without the environment axis, for a buffer without `num_envs`; needs A = 1.
 
     Returns:
-        Items `[T, E, ...]`, or `[T, ...]` with `squeeze`, of the containers that flashbax had, cut
-        to what was written, in the order of the ring. The info has `cursor`, `full`, `num_envs` and
-        `capacity`, A times T; of a prioritised state also `priorities`, float32 `[T, E]`, -1 where
-        no sequence starts, with `alpha`, `eps` and `max_priority`.
+        Items `[T, E, ...]`, or `[T, ...]` with `squeeze`, with the structure of the experience: the
+        rows that were written, in the order of the ring. The info has `cursor`, `full`,
+        `num_envs` and `capacity` (A times T); for a prioritised state also `priorities`, float32
+        `[T, E]`, -1 where no sequence starts, and `alpha`, `eps` and `max_priority`.
 
     Raises:
         TypeError: it is no such state; the message names what it lacks.

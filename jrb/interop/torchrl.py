@@ -45,18 +45,18 @@ def read_torchrl(
     """Reads what `ReplayBuffer.dumps` of TorchRL has written, in any of its layouts.
 
     Args:
-        path: of the folder.
-        squeeze: whether rewards and done flags of shape `[1]` become `[]`, as jrb's units take
-            them.
-        max_expansion: how many times larger than their file arrays in HDF5 may be.
+        path: the folder.
+        squeeze: if True, rewards and done flags of shape `[1]` become `[]`, the shape that jrb's
+            units expect.
+        max_expansion: the largest ratio of the size of arrays in HDF5 to that of their file.
 
     Returns:
         The items, as `rb[:]` has them but with time before the environments, memory-mapped where
         the layout has them as they are. In `info` besides `cursor`, `full` and `num_envs`:
         `capacity`, N; `layout`, "default", "flat", "nested" or "h5"; `write_count`, the rows ever
         written; and of a prioritized sampler `priorities`, float64 `[T]` or `[T, E]`, with
-        `leaves`, the same as (p + eps)^alpha, `alpha`, `beta`, `eps` and `max_priority`. An alpha
-        of 0 has left nothing to tell priorities from: they are 1.
+        `leaves`, the same as (p + eps)^alpha, `alpha`, `beta`, `eps` and `max_priority`. If alpha
+        is 0, priorities cannot be recovered from these powers, and are 1.
 
     Raises:
         FileNotFoundError: there is no dump, or a file of it is missing.

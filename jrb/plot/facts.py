@@ -55,8 +55,8 @@ def check_concrete(tree: Any, what: str) -> None:
 def stored_slots(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, np.ndarray]:
     """Returns the slots of all stored items by time, int32 `[K, E]`, and which are stored, bool.
 
-    The newest row of each environment is the last one. Where a writer does not keep the order of
-    time, all items are in one column, `[K, 1]`, oldest first.
+    The last row has the newest item of each environment. For a writer that is not chronological,
+    all items are in one column, `[K, 1]`, in the order of `ReplayBuffer.in_order`.
     """
     if not buffer.writer.is_chronological:
         slots, size = buffer.in_order(state)

@@ -47,26 +47,24 @@ def serve(
     says how much it was. Without a path the server begins empty.
 
     Args:
-        buffer: as one stream sees it: `num_envs=None` for streams of single timesteps, E for
-            streams of vectors of E environments. The capacity is that of all streams together, a
-            multiple of streams * E. Any sampler, unit and transforms that go with
-            `writer=jrb.PerEnvironment()`; with as many shards as streams, any at all.
+        buffer: the description. Its `num_envs` is that of one stream: None for streams of single
+            timesteps, E for streams of E environments. Its capacity is that of all streams, a
+            multiple of streams * E. Sampler, unit and transforms must work with
+            `writer=jrb.PerEnvironment()`; with as many shards as streams, all do.
         example: one transition, as for `ReplayBuffer.init`.
         streams: the number of streams, one for each actor.
-        path: of a folder where servers save, and from whose last save they continue. A storage in
-            files has its files there, and then a save costs what changed. None for the path of the
-            storage; without one nothing is saved.
-        limits: holds back those who add, or those who sample, over all shards. An item counts as
-            one, when it is written; a batch as B samples, when it is drawn.
-        shards: the number of servers over which the streams are dealt, stream s to shard
-            s % shards.
-        seed: of all draws; see `Server`.
-        save_every: the number of items after which each server saves, between two calls;
-            None for only when `Remote.save` is called.
-        in_flight: how many calls each process that holds the `Remote` may have under way before
-            `extend` waits; as many chunks may be in the object store.
-        ray_options: of the servers, as for `ray.remote`, such as `num_cpus`, `resources` or
-            `max_restarts`. Servers keep to the CPU unless `num_gpus` or `resources` are asked for.
+        path: the folder to which servers save; when they start, they load the last save from it.
+            A storage in files keeps its files there, so that a save writes only the changes. None
+            for the path of the storage; if that is None too, nothing is saved.
+        limits: bounds the ratio of samples to inserts over all shards: `extend` or `sample` waits
+            where it would leave the bounds. An item counts as one insert, a batch as B samples.
+        shards: the number of servers. Stream s belongs to shard s % shards.
+        seed: the random seed of all draws; see `Server`.
+        save_every: the number of items after which each server saves; None for `Remote.save` only.
+        in_flight: the number of unfinished calls that each process which holds the `Remote` may
+            have before `extend` waits; as many chunks may be in the object store.
+        ray_options: options of `ray.remote` for the servers, such as `num_cpus`, `resources` or
+            `max_restarts`. Servers use only the CPU, unless `num_gpus` or `resources` are given.
 
     Returns:
         The `Remote` for actors and learners. The servers end with its `close`, or when nothing

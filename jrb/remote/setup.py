@@ -55,10 +55,10 @@ class Setup:
         return f"Remote({place}) of {origin_of(self.buffer)}"
 
     def settings(self) -> AbstractContextManager[Any]:
-        """Returns a context in which JAX keeps all numbers of the servers.
+        """Returns a context in which JAX keeps the 64-bit numbers of the servers.
 
-        Whoever calls may be a thread or a process for which `jax_enable_x64` is not set: there the
-        integer 2^41 + 2 would come as 2.
+        The calling thread or process may have `jax_enable_x64` off: without this context, JAX
+        would truncate the integer 2^41 + 2 to 2.
         """
         return enable_x64() if self.wide else contextlib.nullcontext()
 

@@ -1,9 +1,9 @@
 """The methods of a sharded buffer on one device, for the shards that it has.
 
 Each function gets `LocalShards`, hashable arguments, and the arrays of these shards (see
-`jrb.sharding.mesh.run`). A draw of several shards is, together, a draw from one buffer: each shard
-draws its part of the batch from its own anchors, and the statistics of all shards (`ShardStats`,
-one `all_gather`) make probabilities and weights those of the whole.
+`jrb.sharding.mesh.run`). Each shard draws its part of the batch from its own
+anchors. One `all_gather` then exchanges the statistics of all shards (`ShardStats`), from which
+every shard computes probabilities and weights over the items of all shards.
 
 S shards, s of them on this device, B batch, b = B / S.
 """

@@ -2,13 +2,13 @@
 
 N capacity, E environments, M capacity of the pool of last observations.
 
-With `share_next_observations` a next observation is the next row's observation, unless it differs.
-An array of observations has N + M + E rows: the ring; a pool of next observations that are not the
-next row's observation; and the next observations of the newest row, whose next row is not there
-yet. When a row arrives, its observations are compared, bit by bit, with those kept for the row
-before; where they differ, what was kept goes to the pool. No flag is asked: this holds for
-termination, truncation, automatic resets, and data that was put together. The pool is first in,
-first out. Where it has no room, the oldest rows leave, up to the one whose entry is needed.
+With `share_next_observations`, a next observation that equals the next row's observation is not
+stored twice. An array of observations has N + M + E rows: the ring, N; a pool of next observations
+that differ from the next row's observation, M; and the next observations of the newest row, E.
+When a row is written, its observations are compared, bit by bit, with the next observations of the
+row before; those that differ move to the pool. Done flags are not used, so this is correct for
+termination, truncation, automatic resets and concatenated data. The pool is first in, first out.
+If it is full, the oldest rows are removed, up to the one whose pool entry is reused.
 """
 
 import dataclasses
@@ -34,16 +34,16 @@ from jrb.types.messages import PartState
 class DeviceStorage(Storage):
     """Keeps the leaves of the items in arrays `[N, ...]`, bit for bit.
 
-    Leaves of up to a kilobyte are packed into one array, if their elements are of one size: a draw
-    and an add then cost little more for many leaves than for few. `state.storage["action"]` is then
-    a copy of that leaf, `[N, ...]`, and `state.storage.leaves` one of all, a pytree like the items.
-    Functions of `jax.tree` see the arrays themselves, `[N, W]` with W elements of all these leaves,
-    and so do shardings of a state: cut over N, all is well; cut over W, it computes the same, but
-    devices exchange more.
+    Leaves of up to a kilobyte whose elements have the same size are packed into one array, so that
+    a draw or an add costs little more for many leaves than for few. `state.storage["action"]` is
+    then a copy of that leaf, `[N, ...]`, and `state.storage.leaves` a copy of all leaves, a pytree
+    like the items. Functions of `jax.tree`, and shardings of a state, see the packed arrays,
+    `[N, W]`, where W is the number of elements of all these leaves. Shard them over N; results are
+    the same if they are sharded over W, but devices exchange more data.
 
     The arrays hold rows in the order of slots. Where the unit reads windows (`jrb.Sequence`) and
     there are several environments, they are `[E, R, W]`, one environment after the other, so that
-    a window is one run of memory; slots, views, draws and checkpoints do not depend on it.
+    a window is contiguous in memory; slots, views, draws and checkpoints do not depend on it.
 
     Attributes:
         share_next_observations: if True, a next observation that equals, bit for bit, the

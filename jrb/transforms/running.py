@@ -17,10 +17,10 @@ _MOST = 2**31  # numbers; from there on the oldest weigh less and less
 
 
 class Moments(pytree.State):
-    """The mean and the variance of all that came so far.
+    """The mean and the variance of all numbers so far.
 
-    A single number among very many moves them by less than their own precision. They are therefore
-    kept as sums of two numbers, of which `mean_rest` and `var_rest` are what the first cannot hold.
+    After very many numbers, one more changes them by less than the precision of a float. Each is
+    therefore kept as a sum of two floats; `mean_rest` and `var_rest` have the low-order parts.
 
     Rows with an entry that is not finite, or too large for its squared distance from any other one
     to be a number of this dtype, are left out: from 2^62 (4.6e18) on in float32.

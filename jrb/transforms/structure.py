@@ -82,10 +82,10 @@ class Concatenate(Transform):
     """Joins leaves along an axis, such as the parts of an observation.
 
     Attributes:
-        paths: the leaves, in order.
+        paths: the paths of the leaves that are joined, in order.
         to: the path of the result.
-        axis: along which, counted from the end.
-        keep: whether the leaves stay too.
+        axis: the axis along which they are joined, a negative number: -1 is the last one.
+        keep: if True, the joined leaves stay in the data too.
     """
 
     paths: Paths

@@ -138,10 +138,10 @@ class Anchors:
 
     Attributes:
         count: int32 `[]`.
-        nth: from ranks, int32 `[B]` in [0, count), and a key, to the anchors of these ranks: slots,
-            int32 `[B]`, and the probability of each slot given its rank, float32 `[B]`. The key is
-            for units whose ranks count something larger than a slot, such as episodes; others
-            ignore it, and their probability is 1.
+        nth: a function of ranks, int32 `[B]` in [0, count), and a key. It returns the slots of
+            these anchors, int32 `[B]`, and the probability of each given its rank, float32 `[B]`.
+            If ranks count something larger than a slot, such as episodes, the unit chooses a slot
+            in it by the key. Other units ignore the key, and the probability is 1.
         all_held: True if the anchors are all slots that hold items, in order.
     """
 
