@@ -244,7 +244,7 @@ class ReplayBuffer:
             priorities: real `[T, E]`, or `[T]` without `num_envs`, as for `add`.
 
         Returns:
-            The state after T times `add`, however the rows are cut into calls.
+            The state that T calls of `add` return, up to the layout of the unit's arrays.
 
         Raises:
             ValueError, TypeError: as for `add`, or leaves of unequal T.
@@ -634,7 +634,7 @@ class ReplayBuffer:
 
     @explained
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
-        """Returns True if `sample` gives at least one item, bool `[]`; if not, it raises.
+        """Returns True if the sampler has an item to draw, bool `[]`; if not, `sample` raises.
 
         One item is enough to sample a batch with replacement. A learner that is to wait for more
         says so by `ReplayBuffer(min_size=...)`.

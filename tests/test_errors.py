@@ -1,5 +1,6 @@
 """Bad input raises: the leaf, what was expected, what came, what to do; nothing is written."""
 
+import dataclasses
 import re
 
 import jax
@@ -14,6 +15,15 @@ EXAMPLE = {"obs": jnp.zeros(3), "next": {"reward": jnp.float32(0), "done": jnp.b
 BUFFER = jrb.ReplayBuffer(capacity=8, num_envs=2, batch_size=4, sampler=jrb.Prioritized())
 STATE = BUFFER.init(EXAMPLE)
 KEY = jax.random.key(0)
+
+
+@jrb.types.component
+class AllMasked(jrb.Transition):
+    """Has an anchor for each item, and masks all of them."""
+
+    def plan_read(self, context, state, slots, mask, key):
+        plan = super().plan_read(context, state, slots, mask, key)
+        return dataclasses.replace(plan, mask=jnp.zeros_like(mask))
 
 
 def step(**changes):
@@ -280,6 +290,13 @@ def test_taking_out_of_range():
 def test_an_empty_buffer_says_so():
     with pytest.raises(ValueError, match="expected something to draw, got a buffer of size 0"):
         BUFFER.sample(STATE, KEY)
+
+
+def test_a_draw_that_the_unit_masks_says_so():
+    buffer = jrb.ReplayBuffer(8, batch_size=4, unit=AllMasked())
+    state = buffer.add(buffer.init({"obs": 0.0}), {"obs": jnp.float32(0)})
+    with pytest.raises(ValueError, match="size 1 in which AllMasked masks every anchor"):
+        buffer.sample(state, KEY)
 
 
 def test_nothing_is_written_when_a_call_fails():

@@ -329,10 +329,13 @@ def _is_drawn(buffer: Buffer, state: BufferState, quiet: bool, mask: Any) -> boo
     if values.item(0) or values.any():
         return True
     least = "" if buffer.min_size is None else f": min_size is {buffer.min_size}"
+    hint = f"finds nothing. Add items first; can_sample tells when there are enough{least}."
+    part = buffer.sampler
+    if ready(buffer, state, len(values)):  # the sampler drew anchors, and the unit masked them
+        part, hint = buffer.unit, "masks every anchor of the batch. Draw more, or add items first."
     raise ValueError(
         f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in which "
-        f"{type(buffer.sampler).__name__} finds nothing. Add items first; can_sample tells when "
-        f"there are enough{least}."
+        f"{type(part).__name__} {hint}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The verbs as compiled steps: how the parts of a buffer work together.
+"""The methods of a buffer as compiled steps: how the parts of a buffer work together.
 
 `jrb._core.eager` calls them outside `jit`. Inside `jit` they are traced into the user's program.
 B batch, T time, E environments, N capacity.
@@ -300,9 +300,8 @@ def recount(before: PartState, after: PartState, sample: Sample, mask: jax.Array
     """Returns the sampler's state after a draw of which only some, bool `[B]`, are in a sample."""
     if not isinstance(before, DrawCounts) or before.draws is None:
         return after
-    return after.replace(
-        draws=count_draws(before, sample.indices, mask, sample.info["draws"]).draws
-    )
+    counts = count_draws(before, sample.indices, mask, sample.info["draws"])
+    return after.replace(draws=counts.draws)
 
 
 def assemble(

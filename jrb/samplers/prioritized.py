@@ -182,12 +182,11 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             if incoming is not None:
                 none = jnp.full(incoming.slots.shape, _NO_ANCHOR, jnp.float32)
                 new = none if own is None else own
-                if incoming.first_slot is None:
+                first = incoming.first_slot
+                if first is None:
                     waiting = gather.put(waiting, incoming.slots, new)
                 else:
-                    waiting = lax.dynamic_update_slice_in_dim(
-                        waiting, new, incoming.first_slot, axis=0
-                    )
+                    waiting = lax.dynamic_update_slice_in_dim(waiting, new, first, axis=0)
             # A row becomes an anchor rows later, with the priority that came with it.
             own = gather.read_at(waiting, entered)
             none = jnp.minimum(own, _NO_ANCHOR)  # always -1, but known only once `own` was read

@@ -123,7 +123,7 @@ class WritePlan:
         return dataclasses.replace(self, starts=self.starts + token, slots=self.slots + token)
 
     def in_line(self, array: jax.Array) -> "WritePlan":
-        """Returns a plan that waits, in a program for one verb, until `array` was written."""
+        """Returns a plan that waits, in a program for one method, until `array` was written."""
         # XLA's CPU compiler hands kernels to another thread where more than nine could run at once.
         # To wake it takes longer than they do: adds take 2 to 5 times as long (see
         # `jrb/_xla/README.md`).
@@ -134,7 +134,7 @@ class WritePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Anchors:
-    """The slots that a sampler may draw, in the unit's order.
+    """The slots that a sampler may draw; with one clock, in the order in which they entered.
 
     Attributes:
         count: int32 `[]`.
@@ -200,8 +200,8 @@ class AnchorUpdate:
             same call.
         departed_count: int32 `[]`, how many departed, including those that entered in the same
             call.
-        departed_from: from a rank in the order before the write, int32 `[]`, to how many of those
-            that departed had this rank or a later one, int32 `[]`.
+        departed_from: a function of a rank in the order before the write, int32 `[]`. Returns the
+            number of departed anchors that had this rank or a higher one, int32 `[]`.
         reordered: bool `[]`, False if survivors keep their order (new rank = old rank - departures
             before it) and arrivals are appended at the end; True otherwise.
         consecutive: True if `entered` is a run of slots without a gap or padding.

@@ -146,7 +146,7 @@ class Sampler(abc.ABC):
 
 
 def missing_method(sampler: Sampler, methods: str, verb: str, base: str = "Sampler") -> TypeError:
-    """Returns the error of a verb that needs methods which the sampler does not have."""
+    """Returns the error of a call that needs methods which the sampler does not have."""
     return MissingMethodError(
         f"{verb}: expected a sampler with a method {methods}, got {type(sampler).__name__}, for "
         f"which no default would be right. See jrb.types.{base}."
@@ -206,8 +206,7 @@ class PrioritizedSampler(Sampler):
     def on_write(self, ring: Ring, state: PartState, change: AnchorUpdate, anchors: Anchors) -> Any:
         """Removes the priorities of anchors that departed, then sets those of anchors that entered.
 
-        These are `change.departed_slots(ring)`, and `change.entered`, which get the priority of new
-        items.
+        `change.departed_slots(ring)` departed. `change.entered` get the priority of new items.
         """
 
     @abc.abstractmethod

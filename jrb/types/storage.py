@@ -50,7 +50,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
-        """Reads items by few gathers, in `jrb.authoring.materialize`: later writes wait for it."""
+        """Returns each leaf at its slots, `[*where(name).shape, ...]`.
+
+        Read by few gathers, in `jrb.authoring.materialize`, so that later writes wait for them.
+        """
 
     def read_with(
         self, context: Context, state: PartState, where: SlotsForLeaf, lookups: list[AuxRead]
@@ -94,8 +97,7 @@ class Storage(abc.ABC):
     def slotted(self, state: PartState) -> Item:
         """Returns arrays `[N or more, ...]` whose row s changes only when slot s is written, s < N.
 
-        A checkpoint looks only there for what is new; it writes all others each time. By default
-        that is all of them.
+        A checkpoint looks for changes in these only, and writes others in full: by default, all.
         """
         return ()
 
@@ -107,9 +109,9 @@ _NO_ARRAYS = SpecKey({})
 class HostStorage(Storage):
     """A storage that keeps items on the host.
 
-    Outside `jit` a method is host code around jitted parts. These know the storage by its device
-    part, which says where it would write and read; what it says is handed to the methods here.
-    Inside `jit` the methods call `write` and `read`, like those of any storage.
+    Outside `jit`, the buffer's methods are host code around jitted parts. In these, `device_part`
+    stands for the storage: it plans the writes and reads, and the methods here carry them out.
+    Inside `jit`, the buffer calls `write` and `read`, as of any storage.
 
     Attributes:
         state_type: the class of its states, below `HostState`.

@@ -40,10 +40,10 @@ class Unit(abc.ABC):
     @property
     @abc.abstractmethod
     def max_entry_delay(self) -> int | None:
-        """By how many rows an anchor may be older than one that entered before it.
+        """The most rows by which an anchor may be older than one that entered before it.
 
-        0 if anchors enter in the order of their rows, None if anchors are no rows. Samplers that
-        need an order, and units that hold another one, ask for this.
+        0 if anchors enter in the order of their rows, also if all wait equally long; None if they
+        are not rows. For samplers that need an order, and for units that contain other units.
         """
 
     @property
@@ -66,7 +66,7 @@ class Unit(abc.ABC):
     def row_steps(self) -> np.ndarray | None:
         """The rows from the anchor to each row of a window, int `[L]`; None without windows.
 
-        The rows are those of `Sample.mask`, `[B, L]`; one that is not real may be another.
+        The columns are those of `Sample.mask`, `[B, L]`. A masked entry may be of any row.
         """
         return None
 
@@ -104,7 +104,7 @@ class Unit(abc.ABC):
 
     @abc.abstractmethod
     def anchors(self, context: Context, state: PartState) -> Anchors:
-        """Returns the anchors there are."""
+        """Returns the anchors. If `plan_read` masks every one of a batch, the draw raises."""
 
     @abc.abstractmethod
     def plan_read(
@@ -181,9 +181,8 @@ class Unit(abc.ABC):
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Returns the state when nothing is held any more; arrays are written after the token.
 
-        By default `cursor()` and `tally()` fields become 0 (`jrb.authoring.emptied`), and it raises
-        MissingMethodError where the state has other arrays: only the unit knows what they say of
-        items that are not held any more.
+        By default `cursor()` and `tally()` fields become 0 (`jrb.authoring.emptied`). Raises
+        MissingMethodError if the state has other arrays: only the unit knows what they mean.
         """
         nothing: Any = None
         others = pytree.leaf_names(pytree.mapped_marks(state, lambda mark, value: nothing))

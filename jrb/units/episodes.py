@@ -29,7 +29,7 @@ def lengths(
         before: int32 `[E]`, rows of the running episode before the call.
         done: bool `[T, E]`, which rows end an episode.
         plan: which rows are written.
-        most: greater lengths are given as this.
+        most: the cap of the lengths.
 
     Returns:
         int32 `[T, E]`, undefined for rows that are not written; and int32 `[E]`, `before` of the

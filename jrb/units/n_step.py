@@ -102,7 +102,7 @@ class NStep(Unit):
 
     @property
     def max_entry_delay(self) -> int:
-        """The rows that one waits for if strict; at the end of an episode it does not."""
+        """If strict, n - 1: at the end of an episode, rows enter before older ones of others."""
         return self.n - 1 if self.strict else 0
 
     @property
