@@ -174,7 +174,7 @@ class ReplayBuffer:
         Args:
             example: one transition, arrays or `jax.ShapeDtypeStruct`s without leading axes; only
                 shapes and dtypes matter.
-            device: where all arrays are made: a device, a sharding, or, with all items on the
+            device: the place of all arrays: a device, a sharding, or, with all items on the
                 device, a state of shardings; None for the default device. Items that are added
                 later must be on this device or uncommitted; `jax.device_put` moves a `Sample`.
 
@@ -310,7 +310,7 @@ class ReplayBuffer:
             state: is only read.
             key: a PRNG key. It is consumed.
             batch_size: B; None for the buffer's.
-            beta: of the importance weights, float `[]`, may be traced; None for the sampler's.
+            beta: the exponent of the weights, float `[]`, may be traced; None for the sampler's.
 
         Returns:
             The batch. Samplers that consume (`Queue`, `WithoutReplacement`) show what `draw` with
@@ -340,7 +340,7 @@ class ReplayBuffer:
             state: may be donated.
             key: a PRNG key. It is consumed.
             batch_size: B; None for the buffer's.
-            beta: of the importance weights, float `[]`, may be traced; None for the sampler's.
+            beta: the exponent of the weights, float `[]`, may be traced; None for the sampler's.
 
         Returns:
             The state, and the batch.
@@ -516,9 +516,9 @@ class ReplayBuffer:
 
         Args:
             state: may be donated.
-            function: from items as they are stored, leaves `[B, ...]`, oldest first, to any of
-                their leaves, `[B, ...]`; it is compiled. B is `batch_size`, but may be less for
-                the last batch of items on the host.
+            function: takes items as they are stored, leaves `[B, ...]`, oldest first, and returns
+                any of their leaves, `[B, ...]`; it is compiled. B is `batch_size`, or less for the
+                last batch of items on the host.
             batch_size: B, the items that are read at a time; at most N.
 
         Raises:

@@ -36,7 +36,7 @@ class Report:
         copied: bytes of temporaries and of results that lie elsewhere than the arguments, with all
             states donated.
         traces: how often the step is traced in three calls, each with the state of the one before;
-            1 is right.
+            more than 1 means that it is compiled again.
         seconds: the median time of a call, with all states donated.
         parts: of each method in the step: its name, how often it is called, and the median time
             of one call that is compiled alone.

@@ -44,8 +44,8 @@ def transition(
     array in each step (`SyncVectorEnv(..., copy=False)`) have overwritten it: pass a copy.
 
     Args:
-        observation: what the policy saw, leaves `[...]` or `[E, ...]`.
-        action: what it did.
+        observation: the observation before the action, leaves `[...]` or `[E, ...]`.
+        action: the action of the policy.
         next_observation: the observation that the step returned.
         reward: `[]` or `[E]`; a dict of agents if there are several.
         terminated: whether a final state was reached, or None to leave the leaf out.
@@ -107,7 +107,7 @@ def from_gymnasium(
         env: a `gymnasium.Env` or `gymnasium.vector.VectorEnv`.
         capacity: over all environments; rounded down to a multiple of E.
         extra: further leaves of one item, such as `{"hidden": jnp.zeros(128)}`.
-        options: what else `jrb.ReplayBuffer` takes: `batch_size`, `sampler`, `unit`, ...
+        options: further arguments of `jrb.ReplayBuffer`: `batch_size`, `sampler`, `unit`, ...
 
     Returns:
         The buffer, and the example to pass to `init`: zeros, without the axis of environments.
@@ -173,7 +173,7 @@ def from_gymnax(
         env_params: its parameters.
         capacity: over all environments; rounded down to a multiple of E.
         extra: further leaves of one item.
-        options: what else `jrb.ReplayBuffer` takes: `num_envs`, which is E, `batch_size`, ...
+        options: further arguments of `jrb.ReplayBuffer`: `num_envs`, which is E, `batch_size`, ...
 
     Returns:
         The buffer, and the example to pass to `init`: zeros, without the axis of environments.
@@ -218,7 +218,7 @@ def from_brax(
         env: the environment, with or without wrappers, brax's or your own.
         capacity: over all environments; rounded down to a multiple of E.
         extra: further leaves of one item.
-        options: what else `jrb.ReplayBuffer` takes: `num_envs`, which is E, `batch_size`, ... A
+        options: further arguments of `jrb.ReplayBuffer`: `num_envs` (E), `batch_size`, ... A
             `batch_size` that was given to `brax.envs.create` is the default of `num_envs`.
 
     Returns:
@@ -260,7 +260,7 @@ def from_jaxmarl(
         env: the environment, as `jaxmarl.make` returns it.
         capacity: over all environments; rounded down to a multiple of E.
         extra: further leaves of one item.
-        options: what else `jrb.ReplayBuffer` takes: `num_envs`, which is E, `batch_size`, ...
+        options: further arguments of `jrb.ReplayBuffer`: `num_envs`, which is E, `batch_size`, ...
 
     Returns:
         The buffer, and the example to pass to `init`: zeros, without the axis of environments.

@@ -42,14 +42,14 @@ class Keys:
         0.5
 
     Attributes:
-        observation: what was seen before the action.
-        action: what was done.
-        reward: what came of it.
+        observation: the observation before the action.
+        action: the action.
+        reward: the reward for the action.
         done: whether the episode ends there; so do `terminated` and `truncated`. None if no leaf
             is that.
         terminated: see `done`.
         truncated: see `done`.
-        next_observation: what was seen after the action; None if no leaf is that.
+        next_observation: the observation after the action; None if there is no such leaf.
         episode: an integer, the number of the item's episode, such as TorchRL's `traj_ids`; None if
             the items have none. An episode ends before a row of the same environment that has
             another number than the one before it, besides where a flag says so. Then no flag is
@@ -285,7 +285,7 @@ def episode_changes(
 
     Args:
         items: leaves `[T, E, ...]`.
-        keys: how they are keyed.
+        keys: the names of their parts.
         written: bool `[T, 1]` or `[T, E]`, the rows of time that pass.
         before: integers `[E]`, the numbers of the rows before them.
 

@@ -35,7 +35,7 @@ class Mix:
     nothing moves between devices.
 
     Attributes:
-        buffers: whose data have the same structure, shapes and dtypes.
+        buffers: the buffers; their data have the same structure, shapes and dtypes.
         proportions: numbers that add up to 1; a draw may bring its own, which may be traced.
         batch_size: B, unless a draw names its own.
         exact: if True, the parts are interleaved, so that every run of a batch has its share of
@@ -140,7 +140,7 @@ class Mix:
             states: may be donated.
             key: a PRNG key. It is consumed.
             batch_size: B; None for the mix's.
-            beta: of the importance weights, for all buffers that have them; None for their own.
+            beta: the exponent of the weights, for all buffers that have them; None for their own.
             proportions: float `[K]`, of this batch, may be traced; None for the mix's. Every buffer
                 then draws B items, of which its part is chosen at random, so that the shapes do not
                 depend on it: for samplers that consume, this is an error. Where draws are counted,

@@ -26,10 +26,10 @@ class BufferState(pytree.State):
         storage: the items. Of `DeviceStorage` their pytree with leaves `[N, ...]`, or, where small
             leaves are packed in one array, an object that gives these by their names; `.leaves`
             is the pytree, a copy.
-        writer: where the next row goes; for `RoundRobin` a `jrb.ring.Clock`.
-        sampler: what the sampler remembers.
-        unit: what the unit remembers.
-        transforms: what those of the transforms remember that have a state, a tuple.
+        writer: the position of the next row; for `RoundRobin` a `jrb.ring.Clock`.
+        sampler: the state of the sampler.
+        unit: the state of the unit.
+        transforms: a tuple of the states of the transforms that have one.
         edits: uint32 `[]`, another number after each edit of items where they lie.
         numbers: integers `[E]`, the number of its episode that each environment's newest row has;
             None unless `Keys.episode` names it and the unit, or a transform that learns, looks at
@@ -89,9 +89,9 @@ class Sample(pytree.State):
         weights: float32 `[B]`, importance weights; 1 where they mean nothing, 0 where nothing was
             drawn.
         mask: bool `[B]` or `[B, L]`, which entries are real.
-        info: what the unit has to say, a dict of arrays; of a `jrb.Mixture`, `sampler`, int32
-            `[B]`, whose each anchor is; with `count_draws=True`, `draws`, int32 `[B]`, how often
-            each item was drawn before.
+        info: a dict of arrays, which depends on the unit. With a `jrb.Mixture`, `sampler`, int32
+            `[B]`, is the number of the sampler that drew each anchor; with `count_draws=True`,
+            `draws`, int32 `[B]`, is how often each item was drawn before.
         stamp: uint32 `[B]`, tells later whether a slot still holds the same item.
         origin: a text that names the description by which it was drawn; no array. Methods refuse a
             sample of another description. None, for a sample that was put together by hand, or

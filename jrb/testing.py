@@ -46,8 +46,8 @@ def conform(make: Make, example: Item) -> None:
     """Checks that a buffer keeps the contracts that do not depend on what it samples.
 
     Args:
-        make: from a capacity, a multiple of 64, to the buffer; it has a batch size. With a storage
-            at a path, each buffer needs a path of its own.
+        make: a function from a capacity, a multiple of 64, to a buffer with a batch size. If the
+            storage has a path, each buffer needs another one.
         example: one transition. A few hundred bytes make the check for copies sharp.
 
     Raises:
@@ -118,10 +118,10 @@ def growth(make: Make, example: Item, step: Step, agents: int | None = None) -> 
     """Returns how much the temporaries of a step grow with the state, from N = 8192 to 32768.
 
     Args:
-        make: from a capacity to the buffer.
+        make: a function from a capacity to a buffer.
         example: one transition.
         step: some methods, `step(buffer, state, total, key)`; returns the state and a float `[]`.
-        agents: how many buffers, under `vmap`; None for one.
+        agents: the number of buffers under `vmap`; None for one without it.
 
     Returns:
         0 if nothing is copied, 1 if everything is. If all temporaries at the larger N are less than

@@ -65,8 +65,8 @@ def save(
     commit: rows are in their files already, and it costs what changed.
 
     Args:
-        path: of a folder, or with `layout="h5"` a file, that is new, empty, or a checkpoint. Files
-            of other programs are never written over.
+        path: a folder, or with `layout="h5"` a file, that is new, empty, or a checkpoint. Files
+            of other programs are never overwritten.
         buffer: a `ReplayBuffer`, `Mix` or `Sharded`; or several, as a dict by name or as a tuple,
             in one generation. Of a `Sharded`, each process saves its shards, in a folder that all
             see; all processes call this alike.
@@ -82,9 +82,9 @@ def save(
             Of several buffers, one function for all, or a dict of functions by name.
         items: False leaves out the items, which `load` then asks for: all else is small, and saved
             at once.
-        keep: how many older generations stay; see `generations`.
+        keep: the number of older generations that are kept; see `generations`.
         layout: "native", or "h5": one file, a group for each trajectory.
-        compression: with "h5", of its datasets, such as "gzip".
+        compression: a filter for the datasets in "h5", such as "gzip".
 
     Returns:
         The number of the generation; 0 for a file.
@@ -257,13 +257,13 @@ def save_async(
     the waiting. A commit of a storage on the host to its own path is over when this returns.
 
     Args:
-        path: of a folder.
+        path: the path of a folder.
         buffer: the description.
         state: its state.
         extra: as for `save`.
         encode: as for `save`; it is called before this returns.
         items: as for `save`.
-        keep: how many older generations stay.
+        keep: the number of older generations that are kept.
 
     Returns:
         The save, with `wait()` and `done()`.
@@ -405,27 +405,27 @@ def load(
     Items on the host from any other checkpoint go to a temporary store, or to that of `buffer`.
 
     Args:
-        path: of a checkpoint, in either layout.
+        path: the path of a checkpoint, in either layout.
         buffer: the description; needed if it holds functions, whose code no file has. Batch size
             and transforms may be others than those saved; if anything else is, the state is
             converted as by `jrb.rebuild`. Of several, a dict or tuple of them.
         example: one transition; needed if the items are of classes that the program has not
             defined. Otherwise it is only compared. Of several, a dict or tuple of them.
-        extra: an example of the saved `extra`: each leaf comes back as an array of JAX where that
-            of the example lies, as one of NumPy, or as a Python number, like the example's leaf.
-        decode: the inverse of the `encode` of the save, chunk by chunk: from what that gave, NumPy
-            arrays `[K, ...]`, to items as they are stored. Of several, as for `encode`.
-        items: with a checkpoint that was saved with `items=False`, what `jrb.items(buffer, state)`
-            gave then: arrays `[K, ...]`, oldest first, keys as their words; of a `ListStorage` a
-            list. Some are compared with what was held. Of several, a dict or tuple. Rows that hold
-            no items come back as zeros.
+        extra: an example of the saved `extra`. Each leaf is returned as the example's leaf is: a
+            JAX array on the same device, a NumPy array, or a Python number.
+        decode: the inverse of the `encode` of the save. It is called for each chunk: it takes NumPy
+            arrays `[K, ...]` and returns items as they are stored. Of several, as for `encode`.
+        items: for a checkpoint that was saved with `items=False`, the result of
+            `jrb.items(buffer, state)` at that time: arrays `[K, ...]`, oldest first, keys as their
+            words; of a `ListStorage` a list. Some are compared with what was held. Of several, a
+            dict or tuple. Rows that hold no items come back as zeros.
         cast: whether items of float64, int64 and other 64 bits become what JAX keeps without
             `jax_enable_x64`, as with `jrb.ReplayBuffer(cast=True)`. Rows that hold no items come
             back as zeros.
         capacity: another N; the newest rows stay, with their priorities.
         num_envs: another E, or None; the rows of all environments are then dealt out again, each
             trajectory in one piece, and no window crosses a seam.
-        generation: which one; None for the newest.
+        generation: its number; None for the newest.
         device: a device or a sharding for all arrays; None for the default device. Of a `Sharded`,
             its mesh: each process then reads the shards that it has.
         verify: False opens the path of a storage on the host at once, without a check of all rows;
@@ -542,8 +542,8 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
     """Returns what a checkpoint in a folder says of itself; its rows are not read.
 
     Args:
-        path: of the folder.
-        generation: which one; None for the newest.
+        path: the path of the folder.
+        generation: its number; None for the newest.
 
     Returns:
         For JSON: `generation`; `description`, as it is written; `time`, when it was saved, in UTC;
@@ -574,7 +574,7 @@ def verify(path: Path, progress: Progress = no_progress) -> list[str]:
     It takes some megabytes of memory, whatever the size.
 
     Args:
-        path: of a checkpoint, in either layout.
+        path: the path of a checkpoint, in either layout.
         progress: a function that is called now and then with the share of the work that is done,
             from 0 to 1; perhaps from another thread, one call at a time.
 

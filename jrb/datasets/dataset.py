@@ -52,7 +52,7 @@ class Dataset(Sequence[Episode]):
 
     Attributes:
         source: the path, or what the format takes in place of one.
-        format: of the files.
+        format: the format of the files.
         description: facts that are there before steps are read.
         numbers: int64 `[K]`, which of the source's episodes these are.
         final: "keep" or "drop", what happens to a last step without its next observation.
@@ -244,18 +244,18 @@ class Dataset(Sequence[Episode]):
 
         Args:
             storage: where the items go; None for the device, or with `cache` for files.
-            sampler: of the buffer.
-            unit: of the buffer.
+            sampler: the buffer's sampler.
+            unit: the buffer's unit.
             num_envs: E; each episode then goes to the environment that has the fewest steps so far.
                 None for one stream, the episodes one after the other.
-            fraction: of the episodes, the first of them.
-            episodes: how many, the first ones; or a slice, or numbers of episodes.
-            transforms: of the buffer.
+            fraction: the part of the episodes that is loaded, from the first on.
+            episodes: the number of episodes from the first on; or a slice, or their numbers.
+            transforms: the buffer's transforms.
             cache: True to make a copy of the dataset in files once, and to open that the next
                 time. It is found by the content of the dataset's files, wherever these are.
             root: the folder of such copies; None for the user's cache of the system.
             progress: True for a bar; None for one where stderr is a terminal.
-            parts: what else `jrb.ReplayBuffer` takes, such as `batch_size`. Unless `cast=False`,
+            parts: arguments of `jrb.ReplayBuffer`, such as `batch_size`. Unless `cast` is False,
                 dtypes that JAX would change are converted as it would: float64 to float32, and
                 int64 to int32 if all numbers fit.
 
@@ -300,10 +300,10 @@ class Dataset(Sequence[Episode]):
         step of each is done, and `next/valid` stays as it was.
 
         Args:
-            function: from a step, in TED, leaves `[...]`, to another, with leaves, shapes and
-                dtypes of its own, the same for all steps. `next/reward`, `next/terminated` and
-                `next/truncated` must be among them.
-            dest: the path of a folder, where nothing is yet, and nothing will be if this fails.
+            function: takes a step in TED, leaves `[...]`, and returns a step. Its leaves,
+                shapes and dtypes may be others, but must be the same for all steps. `next/reward`,
+                `next/terminated` and `next/truncated` must be among them.
+            dest: the path of a folder that does not exist yet. It is not created if this fails.
             workers: the number of processes that call it, each of which imports the module in which
                 it is; 0 for this one.
             num_frames: the number of steps to map at most, the first ones; None for all.

@@ -120,10 +120,10 @@ def mix(
 
     Args:
         datasets: by name, or in a sequence.
-        weights: how much of a batch comes from each, in the same form; numbers of at least 0, of
-            which only ratios count. None for as much as each has steps.
+        weights: the relative shares of the datasets in a batch, in the same form; numbers of at
+            least 0. None for shares in proportion to the numbers of steps.
         batch_size: B, unless a draw names its own.
-        parts: what else `Dataset.buffer` takes, the same for all.
+        parts: further arguments of `Dataset.buffer`, the same for all.
 
     Returns:
         The mix, and the states of its buffers, in the order of the datasets.

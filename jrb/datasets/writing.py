@@ -106,7 +106,7 @@ def write_d4rl(
     `next_observations`.
 
     Args:
-        path: of the new file; nothing may be there. It is there when it is whole.
+        path: the new file, which must not exist yet. It is created once it is complete.
         buffer: the description, with a writer that keeps the order of time; or a dataset, without
             a state. Observations, actions and rewards are single arrays.
         state: its state. It is only read, some megabytes at a time; items are written as

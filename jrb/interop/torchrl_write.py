@@ -49,7 +49,7 @@ def write_torchrl(
     `Prioritized` sampler are written too; other samplers leave nothing.
 
     Args:
-        path: of a folder, which does not exist yet or is empty.
+        path: a folder that does not exist yet or is empty.
         buffer: the description; its items are nested dicts.
         state: its state. It is only read.
         layout: "default" for what TorchRL's tensor storages load by default, or "flat" for its

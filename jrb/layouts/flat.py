@@ -23,7 +23,7 @@ def ted_to_flat(
 
     Args:
         items: a nested dict of NumPy or JAX arrays, `[T, ...]`, or `[T, E, ...]` with `num_envs`.
-        keys: how they are keyed.
+        keys: the names of their parts.
         num_envs: E, or None for no axis of environments.
         cuts: rows after which time does not go on though no flag says so, such as the newest row
             of a ring in the order of its slots.
@@ -80,7 +80,7 @@ def chain(leaves: Leaves, keys: Keys, cuts: np.ndarray) -> Chain:
 
     Args:
         leaves: arrays `[E, T, ...]`.
-        keys: how they are keyed.
+        keys: the names of their parts.
         cuts: bool `[E, T]`, further last rows.
     """
     ends = cuts.copy()

@@ -23,7 +23,7 @@ def ted_to_nested(
 
     Args:
         items: as for `ted_to_flat`.
-        keys: how they are keyed.
+        keys: the names of their parts.
         num_envs: E, or None for no axis of environments.
         cuts: as for `ted_to_flat`.
 
@@ -66,7 +66,7 @@ def split(
 
     Args:
         items: as for `ted_to_flat`.
-        keys: how they are keyed.
+        keys: the names of their parts.
         num_envs: E, or None for no axis of environments.
         cuts: as for `ted_to_flat`.
 

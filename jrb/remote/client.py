@@ -223,7 +223,7 @@ class Remote:
 
         Args:
             batch_size: B; None for the buffer's.
-            beta: of the importance weights; None for the sampler's.
+            beta: the exponent of the importance weights; None for the sampler's.
             device: where the batch is put; None for the default device.
 
         Returns:
@@ -259,7 +259,7 @@ class Remote:
             batch_size: B; None for the buffer's.
             depth: how many batches are drawn and not taken yet, at least 1; new priorities are
                 seen by draws as many batches later.
-            beta: of the importance weights, or a function from the number of the batch to it.
+            beta: the exponent of the weights, or a function from the number of the batch to it.
             device: where batches are put; None for the default device.
 
         Returns:

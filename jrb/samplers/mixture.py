@@ -51,7 +51,7 @@ class Mixture(Sampler):
 
     Attributes:
         samplers: two or more, none of which counts its draws.
-        shares: of each, at least 0; they add up to 1.
+        shares: the share of each sampler in a batch, at least 0; they add up to 1.
         count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
 
     Reference: Hafner et al., 2023, "Mastering diverse domains through world models", for the queue

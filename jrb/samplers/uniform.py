@@ -91,7 +91,7 @@ class Newest(EvenSampler, OrderedSampler):
 
     Attributes:
         fraction: above 0 and at most 1, taken for the nearest quotient of integers below 65536.
-        count: how many, at least 1; instead of a fraction.
+        count: the number of newest anchors, at least 1; instead of a fraction.
         count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
 
     Example:

@@ -48,7 +48,7 @@ class WithoutReplacement(Sampler):
     Attributes:
         drop_last: whether a short last batch is left out, and the next pass begun instead.
         shuffle: whether the order is random; if not, anchors come in theirs, oldest first.
-        uses: how many passes an epoch has: how often each anchor is drawn in it.
+        uses: the number of passes of an epoch: each anchor is drawn once in each.
         count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
 
     Example:

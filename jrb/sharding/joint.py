@@ -145,7 +145,7 @@ def draw(
             copies what it returns, "sampler" for those of samplers, or "sample" for nothing else.
         states: arrays `[s, ...]`.
         key: the same for all shards.
-        beta: of the importance weights; None for the sampler's.
+        beta: the exponent of the importance weights; None for the sampler's.
     """
     # By the number of the shard, so that draws do not depend on the devices.
     keys = jax.vmap(lambda number: random_bits.fold_in(key, number))(shards.numbers)
@@ -195,7 +195,7 @@ def weighted(
         draws: arrays `[s, b]`, with probabilities among the anchors of the shard.
         own: stats of these shards, arrays `[s]`.
         every: stats of all, arrays `[S]`.
-        beta: of the importance weights; None for the sampler's.
+        beta: the exponent of the importance weights; None for the sampler's.
         shards: how to communicate.
     """
     # Computed alike in every shard and on any number of devices: sums by pairs, one inverse.

@@ -250,7 +250,7 @@ class Sharded:
             state: may be donated.
             key: a PRNG key, the same for all shards. It is consumed.
             batch_size: B, a multiple of S; None for the buffer's.
-            beta: of the importance weights, float `[]`, may be traced; None for the sampler's.
+            beta: the exponent of the weights, float `[]`, may be traced; None for the sampler's.
 
         Returns:
             The state, and the batch, cut over the axis: first the part of shard 0, then of shard 1,

@@ -191,7 +191,7 @@ class MemmapStorage(StoreArrays):
     written to first stays valid, and the other is stale.
 
     Attributes:
-        path: of a folder that is not there, or is empty; None for a temporary one, which is removed
+        path: a folder that does not exist or is empty; None for a temporary one, which is removed
             with the last state, or with the program. A state that went through `jit` is also held
             by JAX, until the program ends or calls `jax.clear_caches()`.
         prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.

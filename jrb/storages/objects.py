@@ -52,8 +52,8 @@ class ListStorage(HostStorage):
     were; where several slots hold one object, each comes back with its own.
 
     Attributes:
-        collate: from a list of B objects to `Sample.data`; None for the list. Where nothing was
-            drawn, the object is None.
+        collate: a function that makes `Sample.data` of a list of B objects; None for the list
+            itself. Masked entries of the list are None.
 
     Example:
         >>> import jax, jrb

@@ -174,8 +174,8 @@ class SpillStorage(StoreArrays):
     must come in the order of time.
 
     Attributes:
-        path: of a folder that is not there, or is empty; None for a temporary one.
-        device_capacity: H, how many items are on the device, a multiple of E; at most N are.
+        path: a folder that does not exist or is empty; None for a temporary one.
+        device_capacity: H, the number of items on the device, a multiple of E, at most N.
         prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
             Otherwise files grow as they are filled, and a full disk is an `OSError` of the write.
         spare_fraction: additional rows for those written between two commits, as a fraction of N.

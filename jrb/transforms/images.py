@@ -20,7 +20,7 @@ class ToFloat(LeafTransform):
     """Turns uint8 images into floats: x * scale, from 0 to 1 by default.
 
     Attributes:
-        paths: which leaves; None for those of the observation and the next that are uint8.
+        paths: the leaves to change; None for those of the observation and the next that are uint8.
         scale: the factor.
         dtype: of the result.
 
@@ -113,7 +113,7 @@ class Resize(ImageTransform):
     Attributes:
         height: rows of the result.
         width: columns of the result.
-        paths: which leaves; None for the observation and the next.
+        paths: the leaves to change; None for the observation and the next.
         layout: the last axes, in order.
         method: of `jax.image.resize`.
     """
@@ -144,7 +144,7 @@ class Grayscale(ImageTransform):
     """Turns colours into one channel: 0.299 red + 0.587 green + 0.114 blue; uint8 stays uint8.
 
     Attributes:
-        paths: which leaves; None for the observation and the next.
+        paths: the leaves to change; None for the observation and the next.
         layout: "HWC" or "CHW".
         keep: True to keep the axis of channels, with length 1.
 
@@ -178,7 +178,7 @@ class RandomShift(ImageTransform):
 
     Attributes:
         most: pixels.
-        paths: which leaves; None for the observation and the next.
+        paths: the leaves to change; None for the observation and the next.
         layout: the last axes, in order.
 
     Reference: Yarats et al., 2021, "Image augmentation is all you need", section 3.1.
@@ -200,7 +200,7 @@ class RandomCrop(ImageTransform):
     Attributes:
         height: rows of the window.
         width: columns of the window.
-        paths: which leaves; None for the observation and the next.
+        paths: the leaves to change; None for the observation and the next.
         layout: the last axes, in order.
 
     Reference: Laskin et al., 2020, "Reinforcement learning with augmented data", section 4.
@@ -225,7 +225,7 @@ class CenterCrop(ImageTransform):
     Attributes:
         height: rows of the window.
         width: columns of the window.
-        paths: which leaves; None for the observation and the next.
+        paths: the leaves to change; None for the observation and the next.
         layout: the last axes, in order.
     """
 

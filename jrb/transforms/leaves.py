@@ -67,7 +67,7 @@ class LeafTransform(Transform):
     """Changes leaves one by one: those at `paths`, or the observations, or the reward.
 
     Attributes:
-        paths: which leaves; None for the default.
+        paths: the leaves to change; None for the default.
         of_reward: True if the default is the reward; else the observation and the next one.
     """
 
@@ -111,7 +111,7 @@ class Cast(LeafTransform):
 
     Attributes:
         dtype: its name.
-        paths: which leaves; None for all of a floating dtype.
+        paths: the leaves to change; None for all of a floating dtype.
     """
 
     dtype: str
@@ -139,8 +139,8 @@ class Normalize(LeafTransform):
 
     Attributes:
         mean: a number, or a tuple of them along the last axis.
-        std: likewise; not 0.
-        paths: which leaves; None for the observation and the next.
+        std: a number other than 0, or a tuple of them along the last axis.
+        paths: the leaves to change; None for the observation and the next.
     """
 
     mean: float | tuple[float, ...]
@@ -175,7 +175,7 @@ class Clip(LeafTransform):
     Attributes:
         low: the least value, None for no bound.
         high: the greatest value, None for no bound.
-        paths: which leaves; None for the reward.
+        paths: the leaves to change; None for the reward.
     """
 
     of_reward: ClassVar[bool] = True
@@ -212,7 +212,7 @@ class Scale(LeafTransform):
     Attributes:
         factor: a number.
         offset: a number.
-        paths: which leaves; None for the reward.
+        paths: the leaves to change; None for the reward.
     """
 
     of_reward: ClassVar[bool] = True

@@ -158,7 +158,7 @@ class RunningNormalize(_Running):
     by the statistics of the observation. `normalized` does the same for what an agent acts on.
 
     Attributes:
-        paths: whose statistics are kept; None for the observation.
+        paths: the leaves to normalize; None for the observation.
         center: whether the mean is subtracted.
         clip: the largest result, None for no bound.
         eps: a number that is added to the variance.
@@ -351,9 +351,9 @@ def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
     """Returns an observation for an agent to act on, normalized as `RunningNormalize` does.
 
     Args:
-        buffer: with `RunningNormalize` among its transforms; what others do is left out.
+        buffer: a buffer with a `RunningNormalize`; its other transforms are not applied.
         state: is only read.
-        observation: as it is stored, with any axes in front, leaves `[..., *item]`.
+        observation: observations as they are stored, with any leading axes, leaves `[..., *item]`.
 
     Raises:
         ValueError: the buffer has no such transform.

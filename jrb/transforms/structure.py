@@ -54,7 +54,7 @@ class Rename(Transform):
     """Moves entries from one path to another.
 
     Attributes:
-        pairs: from and to, such as `((("next", "observation"), "next_obs"),)`.
+        pairs: old and new paths, such as `((("next", "observation"), "next_obs"),)`.
     """
 
     pairs: tuple[tuple[Path, Path], ...]

@@ -37,7 +37,7 @@ class Context:
 
     Attributes:
         ring: the ring's shape.
-        keys: how the items are keyed.
+        keys: the names of the parts of the items.
         held: the slots that hold items; during a write, those that did before it.
         reads_windows: True if the unit reads rows of one environment that follow one another.
     """
@@ -308,7 +308,7 @@ class AuxRead:
     Attributes:
         array: `[N]`.
         slots: int32 `[B, L]`, the slots it is read at.
-        postprocess: from the entries that were read, `[B, L]`, to the value in `Sample.info`.
+        postprocess: a function from the entries, `[B, L]`, to the value in `Sample.info`.
     """
 
     array: jax.Array
@@ -352,7 +352,7 @@ class TransformContext:
     Attributes:
         key: a PRNG key of its own.
         mask: bool `[B]` or `[B, L]`, which entries are real.
-        keys: how the items are keyed.
+        keys: the names of the parts of the items.
         state: the transform's own, if it has one (see `StatefulTransform`).
         ends: bool like `mask`, the rows that end their episode by what the unit knows, also where
             no flag says so (`info["is_last"]`); None if it does not know.
@@ -421,7 +421,7 @@ def episode_ends(context: Context, plan: WritePlan, items: Item) -> jax.Array:
     """Returns which rows of a write are the last of their episodes, by flags or cuts, `[T, E]`.
 
     Args:
-        context: of the buffer.
+        context: the buffer's context.
         plan: of these rows.
         items: leaves `[T, E, ...]`; those without any flag end by cuts only.
     """

@@ -84,7 +84,7 @@ class Storage(abc.ABC):
         """Puts other values into leaves of held items.
 
         Args:
-            context: of the buffer.
+            context: the buffer's context.
             state: the storage's state.
             slots: int32 `[B]`, distinct but for those of N, which are left out; None for all N.
             values: leaves `[B, ...]` by their names, of their dtypes.

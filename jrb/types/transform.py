@@ -50,7 +50,7 @@ class StatefulTransform(Transform):
         """Returns the state after a write, to rounding the same however rows are cut into calls.
 
         Args:
-            context: of the buffer before the write.
+            context: the buffer's context before the write.
             state: what this returned last.
             items: as the transforms before this one make them of single items, `[T, E, ...]`.
             mask: bool `[T, E]`, which of them are written.

@@ -113,7 +113,7 @@ class Unit(abc.ABC):
         """Returns what to read for these anchors.
 
         Args:
-            context: of the buffer.
+            context: the buffer's context.
             state: the unit's state. Its arrays are read by `jrb.authoring.read_rows`, or for
                 `Sample.info` by an `AuxRead`.
             slots: int32 `[B]`, the anchors.

@@ -97,7 +97,7 @@ def rows_back(context: Context, plan: WritePlan, back: jax.Array, which: jax.Arr
     """Returns the slots some rows back from each row that is written, if they are still held.
 
     Args:
-        context: of the buffer, before the write.
+        context: the buffer's context, before the write.
         plan: the rows.
         back: int32 `[K]` or `[T, E, K]`, rows back, from 0.
         which: bool `[T, E, K]`.
@@ -126,13 +126,13 @@ def after_write(
     """Removes the anchors whose rows are not held any more, and appends new ones.
 
     Args:
-        context: of the buffer, before the write.
+        context: the buffer's context, before the write.
         queue: the queue before.
         plan: which rows leave.
         entered: int32 `[T * E * k]`, slots that enter, in this order; N for padding.
         slack: by how many rows an anchor may be older than one before it in the queue.
-        lookback: from slots, int32 `[...]`, to how many rows before it each of them needs; None if
-            they need none.
+        lookback: a function from slots, int32 `[...]`, to the number of rows that each needs before
+            it; None if they need none.
     """
     ring, held = context.ring, context.held
     is_one, width = held.streams == 1, ring.envs // held.streams

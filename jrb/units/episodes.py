@@ -56,7 +56,7 @@ def steps_ahead(
     """Returns how many rows there are from each slot to the end of its episode, itself included.
 
     Args:
-        context: of the buffer.
+        context: the buffer's context.
         ended: bool `[N]`, which slots end an episode; None if none does.
         slots: int32 `[B]`.
         most: greater counts are given as this.
@@ -156,7 +156,7 @@ def after_write(
     """Lets episodes grow, begin, end, and leave when too few of their rows are held.
 
     Args:
-        context: of the buffer, before the write.
+        context: the buffer's context, before the write.
         table: the episodes before.
         plan: which rows are written and which leave.
         done: bool `[T, E]`, which rows end an episode.
@@ -320,7 +320,7 @@ def extent(
     """Returns how many rows ago an episode ended, and how many of its rows are held, int32 `[B]`.
 
     Args:
-        context: of the buffer.
+        context: the buffer's context.
         table: the episodes.
         env: int32 `[B]`.
         at: int32 `[B]`, the position of the episode in the table.

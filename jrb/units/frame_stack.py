@@ -65,9 +65,9 @@ class FrameStack(WrappingUnit):
 
     Attributes:
         k: frames in a stack.
-        paths: which leaves, as paths into the item; None for all of the observation and the next.
-        unit: whose observations are stacked, such as `NStep(3, 0.99)` or `Sequence(80)`.
-        pad: what stands before the first frame of an episode: "first", that frame; or "zeros".
+        paths: the leaves to stack; None for all leaves of the observation and the next one.
+        unit: the unit whose observations are stacked, such as `NStep(3, 0.99)` or `Sequence(80)`.
+        pad: the filling before the first frame of an episode: "first", that frame; or "zeros".
 
     Reference: Mnih et al., 2015, "Human-level control through deep reinforcement learning",
     methods (preprocessing).

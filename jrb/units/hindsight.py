@@ -39,32 +39,32 @@ class HindsightState(pytree.State):
 
 @pytree.component
 class Hindsight(WrappingUnit):
-    """Transitions, some of them as if their goal had been one that was reached.
+    """Transitions, a part of which is relabeled with goals that were reached later.
 
-    In a share `ratio` of each batch the goal becomes what was achieved after a row g, in the
-    observation and in the next one, and the reward is recomputed; done flags too, where
-    `terminated` is given, else they stay. `Sample.info` has `relabeled`, bool `[B]`.
+    In a share `ratio` of each batch, the goal in the observation and in the next observation is
+    replaced by what was achieved after a row g, and the reward is recomputed. Done flags are
+    recomputed if `terminated` is given. `Sample.info` has `relabeled`, bool `[B]`.
 
-    Over another unit, a return or a window has one goal for all its rows: all their rewards are
-    recomputed, of a return before they are summed, and so are done flags. Which rows it has
-    stays as it is, also where the new goal is reached before its last row.
+    Around another unit, all rows of a return or a window get the same goal. Their rewards (before
+    a return sums them) and done flags are recomputed. The rows themselves stay the same, even if
+    the new goal is reached before the last one.
 
     Attributes:
-        reward: from what was achieved and the goal, leaves of one transition, to its reward, or
-            the pytree of rewards that items have; must work under `vmap`.
-        strategy: which row g: "future", any of the episode from the transition on, or from the last
-            row of the return or window; "final", its last that is held; "episode", any that is
-            held; "random", any of the whole buffer.
+        reward: a function of what was achieved and of the goal, leaves of one transition. It
+            returns the reward, or a pytree of rewards as in the items; must work under `vmap`.
+        strategy: the choice of row g. "future": any row of the episode from the transition on, or
+            from the last row of the return or window. "final": the episode's last row that is
+            held. "episode": any row of it that is held. "random": any row of the buffer.
         ratio: the share of each batch that is relabeled, from 0 to 1: ratio * B items at random
             positions, rounded up or down at random so that the share is right on average. Of
             several shards, B is the part that each draws. Masked items are not relabeled.
         achieved: the path to what was achieved.
         goal: the path to the goal.
         next_goal: the path to the goal in the next observation, None if there is none.
-        terminated: from what was achieved and the goal, to whether the episode terminates there,
-            bool; must work under `vmap`. What is relabeled has that in its leaf `terminated`, and
-            in its leaf `done` that or its own `truncated`. None leaves both as they are.
-        unit: whose goals are changed, such as `NStep(3, 0.99)` or `Sequence(80)`.
+        terminated: a function of what was achieved and of the goal that returns a bool, True if the
+            episode terminates there; must work under `vmap`. It sets the leaf `terminated` of
+            relabeled items, and `done` to that or `truncated`. None leaves both as they are.
+        unit: the unit whose goals are changed, such as `NStep(3, 0.99)` or `Sequence(80)`.
 
     Reference: Andrychowicz et al., 2017, "Hindsight experience replay", sections 3.3 and 4.5;
     Yang et al., 2020, "Bias-reduced multi-step hindsight experience replay", section 3.2 (returns

@@ -30,8 +30,8 @@ class Arrays(TableFormat):
     """One `.npz` or HDF5 file with arrays of one length.
 
     Attributes:
-        mapping: from names in the file to those of `jrb.Keys` or of leaves in TED; or `jrb.Keys`
-            with the names in the file. None for usual names alone.
+        mapping: a dict from names in the file to names of `jrb.Keys` or of leaves in TED; or a
+            `jrb.Keys` with the names in the file. None recognises the usual names only.
     """
 
     name: ClassVar[str] = "arrays"
@@ -81,7 +81,7 @@ class Tables(TableFormat):
     each other by the numbers in their names. Actions may be missing.
 
     Attributes:
-        mapping: as of `Arrays`, from names of columns.
+        mapping: as in `Arrays`, from names of columns.
     """
 
     name: ClassVar[str] = "table"

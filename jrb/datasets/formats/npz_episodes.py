@@ -36,7 +36,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
     last `discount` is 0 terminated, and all others are truncated.
 
     Attributes:
-        mapping: as of plain arrays, from names in the files to those of `jrb.Keys` or of leaves.
+        mapping: as in `Arrays`, from names in the files to names of `jrb.Keys` or of leaves.
         arrives: True if a row has the action and the reward that led to its observation. None to
             decide by the first row of the first file: its actions and rewards are zero, and there
             is a `discount` or `is_first`; a note tells it.

@@ -42,7 +42,7 @@ class Recorder:
     A forked process cannot write. To store observations once, leave the next observation out.
 
     Args:
-        path: of a folder, made if there is none.
+        path: the path of a folder, which is created if necessary.
         example: one transition, arrays or `ShapeDtypeStruct`s without leading axes; None for the
             first that is added. Dtypes are kept, also those that JAX would change.
         num_envs: E; None for one stream without an axis of environments.
@@ -50,7 +50,7 @@ class Recorder:
             next observation, that is the observation of the next item.
         chunk: the number of items in memory that are sealed together; None for as many as 16 MiB
             hold.
-        metadata: of the dataset, a dict for JSON: environment, author.
+        metadata: facts about the dataset, a dict for JSON: environment, author.
         name: a part of the names of this recorder's files; None for the number of the process.
 
     Raises:
