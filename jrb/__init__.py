@@ -75,8 +75,8 @@ if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers 
 
 __version__ = "0.1.0"
 
-# Modules are imported when a name of theirs is first asked for: the command needs no arrays, and
-# JAX takes its time. Modules of jrb may import public names from here for the same reason.
+# A module is imported when one of its names is first used: the command line needs no arrays, and
+# importing JAX takes long. For the same reason, modules of jrb may import public names from here.
 _HOMES = {
     "_core.debugging": "DebugWarning debug",
     "_core.validate": "CopyWarning DonatedError PriorityWarning",

@@ -1,7 +1,7 @@
-"""Functions for parts and dataset formats of your own.
+"""Functions for writing parts and dataset formats of your own.
 
-Parts: reads and writes that stay in place, ends of episodes, anchors. Formats: checks of arguments,
-paths and optional libraries, limits for files that declare more than they store, text for people.
+For parts: reads and writes that stay in place, ends of episodes, anchors. For formats: checks of
+arguments, paths and optional libraries, limits for files that declare more than they store, texts.
 
 N capacity, E environments, T time, B batch.
 """

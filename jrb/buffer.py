@@ -31,10 +31,10 @@ class ReplayBuffer:
 
     The description is frozen, hashable and free of arrays. The arrays are in a `BufferState`, which
     every method takes; methods that change it return a new one. All methods are pure and work under
-    `jit`, `scan` and `vmap`. Donate the state to the jitted function that contains them, and
-    nothing of the buffer's size is copied: in any order that begins with `add` or `extend`, and in
-    orders that read first if they read with `draw`, or pass the `Sample` to `update_priority`, and
-    write to the state that these return. A `sample` before a write in one function may cost a copy.
+    `jit`, `scan` and `vmap`. Donate the state to the jitted function that calls them: then nothing
+    of the buffer's size is copied if the function writes first (`add`, `extend`), or if it reads
+    with `draw`, or passes the `Sample` to `update_priority`, and writes to the state that these
+    return. A `sample` before a write in one function may cost a copy.
 
     N capacity, E environments, B batch, L window, T time.
 
@@ -42,20 +42,21 @@ class ReplayBuffer:
         capacity: N, the transitions of all environments together; a multiple of E. A state has at
             most 2^31 - 1 slots; `jrb.Sharded` makes larger buffers of several states.
         num_envs: E, or None for one stream without an environment axis.
-        batch_size: B, unless a call names its own.
+        batch_size: B, for calls that do not pass their own.
         sampler: chooses anchors, the slots that are sampled.
-        unit: says what an anchor stands for, such as a transition or a sequence.
+        unit: decides what is sampled for an anchor, such as a transition or a sequence.
         writer: chooses the slots that are written.
         storage: keeps the items.
         transforms: change data on its way out, from first to last. Each is a function from data to
-            data, or one of `jrb.transforms`. One with a method `inverse` is undone on the way in,
-            item by item. One with a state learns from the items that are written.
-        keys: names the parts of a transition in an item.
-        min_size: the transitions that must be held before anything is sampled. Until then
+            data, or one of `jrb.transforms`. If a transform has a method `inverse`, that is applied
+            to each item before it is stored. A transform with a state learns from the items that
+            are written.
+        keys: the paths of the reward, the done flags, ... in an item.
+        min_size: the number of transitions that must be held before anything is sampled. Until then
             `can_sample` is False, `sample` raises outside `jit`, and inside it `mask` is False.
-        cast: converts items of other dtypes to those that are stored: NumPy's float64 and int64 to
-            the dtype that JAX keeps (an integer that does not fit is an error), floats to floats,
-            integers to larger ones, and bool to integer to float. If False, they are errors.
+        cast: if True, items of other dtypes are converted to the stored ones: NumPy's float64 and
+            int64 to the dtype that JAX keeps (an integer that does not fit is an error), floats to
+            floats, integers to larger ones, and bool to integer to float. If False, they raise.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -133,12 +134,12 @@ class ReplayBuffer:
     def rounded(cls, capacity: int, num_envs: int | None = None, **parts: Any) -> Self:
         """Returns a buffer of at most this capacity, rounded down to a multiple of `num_envs`.
 
-        For capacities that come from a configuration, as most libraries take them.
+        Use this for capacities from a configuration that are not multiples of `num_envs`.
 
         Args:
             capacity: at least `num_envs`.
             num_envs: E, or None.
-            parts: further fields of the description.
+            parts: further arguments of `ReplayBuffer`.
 
         Example:
             >>> import jrb
@@ -174,14 +175,14 @@ class ReplayBuffer:
         Args:
             example: one transition, arrays or `jax.ShapeDtypeStruct`s without leading axes; only
                 shapes and dtypes matter.
-            device: the place of all arrays: a device, a sharding, or, with all items on the
+            device: where to put all arrays: a device, a sharding, or, if the storage is on the
                 device, a state of shardings; None for the default device. Items that are added
                 later must be on this device or uncommitted; `jax.device_put` moves a `Sample`.
 
         Raises:
-            TypeError: a leaf is not an array, or of a dtype that JAX would change.
-            ValueError: the folder of a storage on the host is not empty; more than 2^31 - 1 slots.
-            OSError: its disk has no room.
+            TypeError: a leaf is not an array, or has a dtype that JAX would change.
+            ValueError: the folder of the storage is not empty, or N is above 2^31 - 1.
+            OSError: the disk of the storage has no room.
         """
         makes_files = on_host(self) and not self.storage.of_objects
         if makes_files and eager.is_traced(example, jnp.zeros(())):
@@ -193,7 +194,7 @@ class ReplayBuffer:
         return eager.init(self, spec, device)
 
     def nbytes(self, example: Item) -> int:
-        """Returns the bytes that `init(example)` would allocate in arrays and files."""
+        """Returns the number of bytes that `init(example)` would allocate in arrays and files."""
         if self.storage.of_objects:
             raise eager.refusal()
         return eager.nbytes(self, self._stored_spec(example))
@@ -211,18 +212,18 @@ class ReplayBuffer:
         Args:
             state: may be donated.
             item: leaves `[E, ...]`, or `[...]` without `num_envs`.
-            mask: bool `[]`; nothing is written if it is False, under `vmap` for each buffer
-                separately, where a `lax.cond` around the call would copy the ring. None writes.
-                With `writer=jrb.PerEnvironment()` also `[E]`, for each environment.
-            priorities: real `[E]`, or `[]` without `num_envs`: of the anchors that these
-                transitions are, or will be once their unit is complete; used as float32. None for
-                those of new items. One that is NaN, infinite or negative is refused: the anchor
-                gets the priority of a new item, and the sampler's state counts it.
+            mask: bool `[]`; if it is False, nothing is written. Under `vmap` this holds for each
+                buffer, while a `lax.cond` around the call would copy the ring. None writes. With
+                `writer=jrb.PerEnvironment()` also `[E]`, for each environment.
+            priorities: real `[E]`, or `[]` without `num_envs`, used as float32: the priorities of
+                these transitions as anchors, which they are at once or when their unit is complete.
+                None for that of new items. If one is NaN, infinite or negative, it is refused and
+                counted in the sampler's state, and the anchor gets the priority of a new item.
 
         Raises:
-            ValueError: another structure or shape than the example's.
-            TypeError: another dtype than the example's, a mask that is not bool, or priorities for
-                a sampler that has none.
+            ValueError: the item has another structure or shape than the example.
+            TypeError: the item has another dtype than the example, the mask is not bool, or the
+                sampler takes no priorities.
         """
         return self._write("add", state, item, mask, priorities)
 
@@ -234,20 +235,20 @@ class ReplayBuffer:
         mask: jax.Array | None = None,
         priorities: jax.Array | None = None,
     ) -> BufferState:
-        """Writes T timesteps, time first; of more than the ring holds, the last ones.
+        """Writes T timesteps; if the ring has fewer rows, only the last of them.
 
         Args:
             state: may be donated.
             items: leaves `[T, E, ...]`, or `[T, ...]` without `num_envs`.
-            mask: bool `[T]`; rows where it is False are not written, as if they were not in
-                `items`. With `writer=jrb.PerEnvironment()` also `[T, E]`, for each environment.
+            mask: bool `[T]`; rows where it is False are skipped, as if they were not in `items`.
+                With `writer=jrb.PerEnvironment()` also `[T, E]`, for each environment.
             priorities: real `[T, E]`, or `[T]` without `num_envs`, as for `add`.
 
         Returns:
             The state that T calls of `add` return, up to the layout of the unit's arrays.
 
         Raises:
-            ValueError, TypeError: as for `add`, or leaves of unequal T.
+            ValueError, TypeError: as for `add`, or leaves differ in T.
         """
         return self._write("extend", state, items, mask, priorities)
 
@@ -260,9 +261,9 @@ class ReplayBuffer:
         priorities: Any,
         donate: bool = False,
     ) -> BufferState:
-        """Checks and writes one row of time, or several.
+        """Checks and writes one row of time (`verb` "add") or several ("extend").
 
-        With `donate`, if the items are on the host, other arrays of the state are written in place.
+        With `donate` and a storage on the host, arrays of the state are written in place.
         """
         lead, is_add = self._lead(), verb == "add"
         time: tuple[int, ...] = ()
@@ -313,12 +314,12 @@ class ReplayBuffer:
             beta: the exponent of the weights, float `[]`, may be traced; None for the sampler's.
 
         Returns:
-            The batch. Samplers that consume (`Queue`, `WithoutReplacement`) show what `draw` with
-            this key would give.
+            The batch. For samplers that consume (`Queue`, `WithoutReplacement`), it is the batch
+            that `draw` would return with this key.
 
         Raises:
-            ValueError: there is nothing to sample, or less than `min_size` is held (only outside
-                `jit`; inside, `mask` is False and `weights` is 0); or no batch size.
+            ValueError: no batch size is given, there is nothing to sample, or less than `min_size`
+                is held. Inside `jit`, the last two give a batch with `mask` False and `weights` 0.
         """
         count, beta = draw_arguments(self.batch_size, key, batch_size, beta)
         return eager.draw(self, state, key, count, beta, moves=False)[1]
@@ -333,8 +334,8 @@ class ReplayBuffer:
     ) -> tuple[BufferState, Sample]:
         """Samples a batch, and advances samplers that consume.
 
-        The state that it returns may be written to in the same jitted function without a copy: its
-        cursor depends on everything that was read.
+        Writes to the returned state in the same jitted function need no copy, as its cursor depends
+        on everything that was read.
 
         Args:
             state: may be donated.
@@ -354,28 +355,27 @@ class ReplayBuffer:
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
     ) -> BufferState:
-        """Sets the priorities of anchors that were sampled.
+        """Sets the priorities of sampled anchors.
 
         Args:
             state: may be donated.
-            sample_or_indices: the `Sample`. Entries that are masked, or were overwritten since,
-                keep their priority. Or int32 `[B]` slots, for tools: then a new item cannot be told
-                from the one that was sampled, and a write in the same jitted function may cost a
-                copy. Where a slot is in it twice, the last one counts.
-            priorities: real numbers `[B]`, or `[B, L]` for a unit of windows, which reduces them;
-                used as float32. Those that are NaN, infinite or negative are refused: the old
-                priority stays, and the sampler's state counts them.
+            sample_or_indices: the `Sample`; entries that are masked or were overwritten since are
+                skipped. Or slots, int32 `[B]`: then an overwritten item is not noticed, and a write
+                in the same jitted function may cost a copy. Of equal slots, the last one counts.
+            priorities: real numbers `[B]`, used as float32; or `[B, L]` for a unit of windows,
+                which reduces them to `[B]`. If one is NaN, infinite or negative, it is refused and
+                counted in the sampler's state, and the old priority stays.
 
         Raises:
             TypeError: the sampler has no priorities, or those given are not real numbers.
-            ValueError: another shape than `[B]`, or a sample that another description drew.
+            ValueError: the priorities have another shape, or another description drew the sample.
         """
         return self._update_priority(state, sample_or_indices, priorities)
 
     def _update_priority(
         self, state: BufferState, which: Sample | jax.Array, priorities: Any, donate: bool = False
     ) -> BufferState:
-        """`update_priority`; with `donate`, the sampler's arrays are written in place."""
+        """Does `update_priority`; with `donate`, writes the sampler's arrays in place."""
         self._prioritized("update_priority")
         shapes, mask = [], True
         if isinstance(which, Sample):
@@ -394,30 +394,31 @@ class ReplayBuffer:
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
         """Sets the exponent alpha of a prioritized sampler.
 
-        Costs O(N); the same one as before costs nothing on the CPU, unless under `vmap`.
+        Costs O(N); on the CPU, setting the current alpha again is free, except under `vmap`.
 
         Raises:
             TypeError: the sampler has no priorities.
-            ValueError: alpha is a negative number.
+            ValueError: alpha is negative.
         """
         sampler = self._prioritized("set_alpha")
         check_state(self, state)
         return state.replace(sampler=sampler.set_alpha(state.sampler, casting.copy_array(alpha)))
 
     def truncate(self, state: BufferState, mask: jax.Array | None = None) -> BufferState:
-        """Ends the episodes of environments: no item crosses from the newest row to the next one.
+        """Ends the running episodes of environments at their newest rows.
 
-        For environments that are reset in the middle of an episode, such as after a restart of the
-        program: no flag says so, but no window, n-step return or stack of frames may cross the
-        reset. Stored items stay as they are.
+        Call it when environments are reset in the middle of an episode, such as after a restart of
+        the program: no flag marks this reset, but no window, n-step return or stack of frames may
+        cross it. Stored items stay as they are.
 
         Args:
             state: may be donated.
-            mask: bool `[E]`, or `[]` for all or none; None for all.
+            mask: bool `[E]`, True for environments that are reset, or `[]` for all or none; None
+                for all.
 
         Raises:
-            TypeError: a mask that is not bool, or a custom unit without `truncate`.
-            ValueError: a mask of another shape.
+            TypeError: the mask is not bool, or a custom unit has no `truncate`.
+            ValueError: the mask has another shape.
 
         Example:
             >>> import jax.numpy as jnp, jrb
@@ -438,14 +439,14 @@ class ReplayBuffer:
         return eager.truncate(self, state, jnp.broadcast_to(mask, shape))
 
     def take(self, state: BufferState, indices: jax.Array) -> Item:
-        """Returns the items at these slots, as they are stored: without unit and transforms.
+        """Returns the items at given slots as they are stored, without unit and transforms.
 
         Args:
             state: is only read.
             indices: integers `[...]`, in [0, N).
 
         Returns:
-            Leaves `[..., *item]`.
+            The items, leaves `[..., *shape of one]` with the axes of `indices` in front.
 
         Raises:
             ValueError: an index is out of range, or its slot is empty (only outside `jit`).
@@ -455,26 +456,27 @@ class ReplayBuffer:
     def set(
         self, state: BufferState, where: Sample | jax.Array | EllipsisType, values: Item
     ) -> BufferState:
-        """Sets leaves of items that are held, in place.
+        """Sets leaves of stored items, in place.
 
-        Units learn of it at once: where done flags change, that costs O(N), and anchors that appear
-        get the priority of new items. Priorities stay; the next save writes the edit. Observations
-        that are stored once cost O(N) to edit, and may need room as new ones do.
+        The unit is updated at once: if done flags change, this costs O(N), and new anchors get the
+        priority of new items. Other priorities stay. The next checkpoint has the edit. With
+        `share_next_observations`, an edit of observations costs O(N), and needs room as new ones
+        do.
 
         Args:
             state: may be donated.
-            where: a `Sample`, for its anchors, or for the rows of its windows; rows that are masked
-                or were overwritten since stay as they are. Or slots, int32 `[B]`; or `...` for all
-                slots. Where a slot is in it twice, the last one counts, by batch and then by row.
-            values: any of the leaves, as they are stored, `[B, ...]`, or `[N, ...]` for `...`: a
-                pytree in which they have the names that they have in the items. For the rows of
-                windows `[B, L, ...]`, or those without burn-in. For objects a sequence of B.
+            where: a `Sample`, for its anchors or all rows of its windows; rows that are masked or
+                were overwritten since are skipped. Or slots, int32 `[B]`; or `...` for all slots.
+                If a slot occurs twice, its last value counts, by batch and then by row.
+            values: some leaves, as they are stored, `[B, ...]`, or `[N, ...]` for `...`, in a
+                pytree that gives them the names they have in items. For rows of windows
+                `[B, L, ...]`, with or without burn-in. For objects, a sequence of B.
 
         Raises:
-            ValueError: a leaf that the items do not have, another shape, or one that the writer
-                ranks items by; a slot out of range (only outside `jit`); a sample that another
-                description drew.
-            TypeError: another dtype.
+            ValueError: the items have no such leaf, or one of another shape; the writer ranks items
+                by the leaf; a slot is out of range (only outside `jit`); another description drew
+                the sample.
+            TypeError: a leaf has another dtype.
 
         Example:
             >>> import jax.numpy as jnp, jrb
@@ -510,19 +512,19 @@ class ReplayBuffer:
     def map(
         self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024
     ) -> BufferState:
-        """Applies a function to all items that are held, a batch at a time, in place.
+        """Applies a function to all stored items, a batch at a time, and sets its results in place.
 
-        For relabelling rewards, or refreshing recurrent states: as `set` of its results.
+        Use it to relabel rewards or to refresh recurrent states.
 
         Args:
             state: may be donated.
-            function: takes items as they are stored, leaves `[B, ...]`, oldest first, and returns
-                any of their leaves, `[B, ...]`; it is compiled. B is `batch_size`, or less for the
-                last batch of items on the host.
-            batch_size: B, the items that are read at a time; at most N.
+            function: takes stored items, leaves `[B, ...]`, oldest first, and returns new values of
+                some leaves, `[B, ...]`; it is compiled. B is `batch_size`, or less for the last
+                batch of items on the host.
+            batch_size: B, the number of items that are read at a time; at most N.
 
         Raises:
-            ValueError, TypeError: as `set`.
+            ValueError, TypeError: as for `set`.
         """
         check_state(self, state)
         if self.storage.of_objects:
@@ -536,18 +538,19 @@ class ReplayBuffer:
 
         Args:
             state: may be donated.
-            where: a `Sample`, without entries that were overwritten since; or slots, int32 `[B]`.
+            where: a `Sample`, whose entries that were overwritten since are skipped; or int32 `[B]`
+                slots.
 
         Raises:
-            TypeError: the sampler has no priorities, or none that can be dropped.
-            ValueError: a sample that another description drew.
+            TypeError: the sampler has no priorities, or cannot drop anchors.
+            ValueError: another description drew the sample.
         """
         return self._drop(state, where)
 
     def _drop(
         self, state: BufferState, where: Sample | jax.Array, donate: bool = False
     ) -> BufferState:
-        """`drop`; with `donate`, the sampler's arrays are written in place."""
+        """Does `drop`; with `donate`, writes the sampler's arrays in place."""
         if not isinstance(self.sampler, PrioritizedSampler):
             raise TypeError(
                 f"drop: expected a sampler that can leave anchors out, got "
@@ -562,10 +565,10 @@ class ReplayBuffer:
 
     @explained
     def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
-        """Returns all slots in the order in which they were written, and how many hold items.
+        """Returns all slots in the order in which they were written, and the number of items.
 
         Returns:
-            int32 `[N]`, oldest first, empty slots at the end; and int32 `[]`.
+            The slots, int32 `[N]`, oldest first, with empty slots at the end; and int32 `[]`.
         """
         check_state(self, state)
         return steps.in_order(self.writer, self.ring, state.writer)
@@ -576,14 +579,14 @@ class ReplayBuffer:
 
         Args:
             state: is only read.
-            n: how many rows, at most R = N / E.
+            n: the number of rows, at most R = N / E.
 
         Returns:
-            int32 `[n, E]`, or `[n]` without `num_envs`, newest last; and bool of that shape, False
-            for rows that are not held.
+            The slots, int32 `[n, E]`, or `[n]` without `num_envs`, newest last; and bool of that
+            shape, False for rows that are not held.
 
         Raises:
-            TypeError: several environments, and a writer that keeps no rows.
+            TypeError: there are several environments, and the writer keeps no rows of them.
         """
         check_state(self, state)
         checks.count("n", n, self.ring.rows)
@@ -614,7 +617,7 @@ class ReplayBuffer:
             slots: int32 `[...]`; None for all.
 
         Returns:
-            float32 like `slots`, or `[N]`; negative where no anchor is, or it was dropped.
+            float32 like `slots`, or `[N]`; negative for slots that are no anchors or were dropped.
 
         Raises:
             TypeError: the sampler has no priorities.
@@ -636,8 +639,8 @@ class ReplayBuffer:
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
         """Returns True if the sampler has an item to draw, bool `[]`; if not, `sample` raises.
 
-        One item is enough to sample a batch with replacement. A learner that is to wait for more
-        says so by `ReplayBuffer(min_size=...)`.
+        One item is enough to sample a batch with replacement. `ReplayBuffer(min_size=...)` waits
+        for more.
 
         Args:
             state: is only read.
@@ -647,11 +650,11 @@ class ReplayBuffer:
         return eager.ready(self, state, self.batch_size if batch_size is None else batch_size)
 
     def can_add(self, state: BufferState) -> jax.Array:
-        """Returns True if `add` would write, bool `[]`: not if `ReadOnly`, or blocked when full."""
+        """Returns True if `add` would write, bool `[]`: False if `ReadOnly`, or if blocked."""
         return eager.can_add(self, state)
 
     def empty(self, state: BufferState) -> BufferState:
-        """Returns the state without its items. Later updates by earlier samples do nothing."""
+        """Returns the state without items; updates by earlier samples then do nothing."""
         return eager.empty(self, state)
 
     def stored(self, state: BufferState) -> Item:
@@ -690,7 +693,7 @@ class ReplayBuffer:
 
     def _to_stored(self, state: BufferState, items: Item, lead: tuple[int, ...], verb: str) -> Item:
         """Returns items as the storage takes them, leaves `[*lead, ...]`, or raises."""
-        # Inverses are of one item: one `vmap` for each axis in front.
+        # Inverses take one item: one `vmap` for each leading axis.
         if self.transforms and transforming.inverses(self.transforms):
             checks.lead(items, lead, verb)
             inverse = functools.partial(transforming.inward, self.transforms)
@@ -714,7 +717,7 @@ class ReplayBuffer:
         return items
 
     def _values(self, verb: str, spec: Item, values: Item, lead: tuple[int, ...]) -> dict[str, Any]:
-        """Returns values `[*lead, ...]` by the names of leaves of `spec`, which is of one item."""
+        """Returns values `[*lead, ...]` by name, checked against `spec`, which is of one item."""
         values = self._arrays(values, verb)
         named = dict(zip(pytree.leaf_names(values), jax.tree.leaves(values), strict=True))
         stored = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
@@ -734,9 +737,9 @@ class ReplayBuffer:
         return named
 
     def _rows_of_windows(self, sample: Sample, spec: Item, values: Item) -> tuple[Sample, Any]:
-        """Returns which rows of windows are set, as a sample of single items; and `(B, L)`.
+        """Returns the rows of windows to set, as a sample of single items, and the lead `(B, L)`.
 
-        Values without an axis of rows are for the anchors: the sample as it is, and `(B,)`.
+        If no value has an axis of rows, the values are for anchors: `sample` and `(B,)`.
         """
         stored = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
         named = zip(pytree.leaf_names(values), jax.tree.leaves(values), strict=True)
@@ -785,13 +788,13 @@ _one_row = lambda it: (
 
 @dataclasses.dataclass(frozen=True)
 class _MapFunction:
-    """A function from items to other leaves, by name; equal ones are compiled once."""
+    """The function of `map`, made hashable, so that equal ones are compiled once."""
 
     buffer: ReplayBuffer
     function: Callable[[Item], Item]
 
     def __call__(self, items: Item) -> dict[str, Any]:
-        """Returns leaves `[B, ...]`, after all checks."""
+        """Returns leaves `[B, ...]` by name, after all checks."""
         one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
         count = jax.tree.leaves(items)[0].shape[0]
         return self.buffer._values("map", jax.tree.map(one, items), self.function(items), (count,))
@@ -813,11 +816,7 @@ def draw_arguments(
 
 
 def check_single(buffer: object, who: str) -> None:
-    """Raises unless it is a single buffer; of several, says how to get a single one.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Raises TypeError unless `buffer` is a `ReplayBuffer`; its message says how to get one."""
     if isinstance(buffer, ReplayBuffer):
         return
     cure = {
@@ -837,15 +836,15 @@ def from_items(
     N capacity, E environments, T time.
 
     Args:
-        data: arrays `[T, ...]`, or `[T, E, ...]` with `num_envs`, time first. Of objects, with
-            `storage=jrb.ListStorage()`, a sequence.
-        capacity: N; None for the number of items. Of more, the last ones stay.
+        data: arrays `[T, ...]`, or `[T, E, ...]` with `num_envs`. A sequence of objects with
+            `storage=jrb.ListStorage()`.
+        capacity: N; None for the number of items. If it is smaller, the last items are kept.
         num_envs: E, or None for one stream.
-        parts: further fields of `jrb.ReplayBuffer`. With `cast=True` NumPy's float64 is converted,
-            and with `writer=jrb.ReadOnly()` nothing is written later.
+        parts: further arguments of `ReplayBuffer`. `cast=True` converts NumPy's float64, and
+            `writer=jrb.ReadOnly()` refuses all later writes.
 
     Raises:
-        ValueError, TypeError: as `ReplayBuffer`, `init` and `extend`.
+        ValueError, TypeError: as for `ReplayBuffer`, `init` and `extend`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -874,7 +873,7 @@ def from_items(
         raise ValueError("from_items: expected at least one item, got none.")
     size = length * (num_envs or 1) if capacity is None else capacity
     buffer = ReplayBuffer(capacity=size, num_envs=num_envs, **parts)
-    # A writer that refuses writes is filled by the one that it stands for: the states are the same.
+    # A read-only buffer is filled with the writer inside `ReadOnly`, which has the same states.
     target = dataclasses.replace(buffer, writer=buffer.writer.writable())
     if of_objects:
         return buffer, target.extend(target.init(None), data)

@@ -1,4 +1,4 @@
-"""Buffers for environments: the description and one item, made from the environment itself.
+"""Functions that make a buffer and an example item from an environment, and items from steps.
 
 E environments.
 """
@@ -15,7 +15,7 @@ from jrb.types import Item
 from jrb.writers import PerEnvironment
 
 _FINAL = ("final_obs", "final_observation")
-"""Where `info` has the last observation of an episode: in gymnasium, and in gymnax."""
+"""The key of the last observation of an episode in `info`: gymnasium's, and gymnax's."""
 
 
 def transition(
@@ -30,32 +30,32 @@ def transition(
     done: Any = None,
     **leaves: Any,
 ) -> dict[str, Any]:
-    """Returns the item, keyed as TED, for one step of an environment or of E environments.
+    """Returns the item for one step of an environment or of E environments, keyed as `jrb.Keys()`.
 
     The arguments after `action` are in the order in which gymnasium's `step` returns them, so
     `jrb.transition(observation, action, *env.step(action))` is the row to `add`. Environments that
     reset in the step in which an episode ends return the first observation of the next episode; the
-    last one of the old episode is taken from `info`: `final_obs` (gymnasium, `SAME_STEP`) or
+    last one of the old episode is then taken from `info`: `final_obs` (gymnasium, `SAME_STEP`) or
     `final_observation` (gymnax). With gymnasium's `NEXT_STEP`, the step after an end is no
     transition: pass `mask=~ended` to `add`, where `ended` are the flags of the step before. With
-    `DISABLED`, and with a single environment, nothing is reset behind your back.
+    `DISABLED`, and with a single environment, you reset environments yourself.
 
-    `observation` must still be what it was before the step. Environments that write into the same
-    array in each step (`SyncVectorEnv(..., copy=False)`) have overwritten it: pass a copy.
+    `observation` must have the values from before the step. Environments that write into the same
+    array in each step (`SyncVectorEnv(..., copy=False)`) have overwritten them: pass a copy.
 
     Args:
         observation: the observation before the action, leaves `[...]` or `[E, ...]`.
         action: the action of the policy.
         next_observation: the observation that the step returned.
         reward: `[]` or `[E]`; a dict of agents if there are several.
-        terminated: whether a final state was reached, or None to leave the leaf out.
-        truncated: whether the episode was cut, such as by a time limit, or None.
+        terminated: bool `[]` or `[E]`, True if a terminal state was reached; None for no such leaf.
+        truncated: bool, True if the episode was cut off, such as by a time limit; or None.
         info: the last result of the step: a dict, or a list of E of them (`DictInfoToList`).
-        done: one flag in place of the two, for environments that do not tell them apart.
+        done: one flag instead of these two, for environments that return only one.
         leaves: further leaves of the item, such as `hidden=...`.
 
     Raises:
-        ValueError: there is no flag at all.
+        ValueError: no flag is given.
 
     Example:
         >>> import jrb
@@ -73,7 +73,7 @@ def transition(
 
 
 def _last_observation(observation: Item, info: Any) -> Item:
-    """Returns the observation that the action led to, also where an environment was reset since."""
+    """Returns the observation after the action, from `info` for environments that were reset."""
     if isinstance(info, Mapping):
         name = next((name for name in _FINAL if name in info), None)
         if name is None:
@@ -96,7 +96,7 @@ def _last_observation(observation: Item, info: Any) -> Item:
 def from_gymnasium(
     env: Any, capacity: int, *, extra: Item | None = None, **options: Any
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
-    """Returns a buffer for a gymnasium environment, or a vector of E, and an example item.
+    """Returns a buffer for a gymnasium environment, or a vector of E of them, and an example item.
 
     `num_envs` and the leaves come from the environment; float64 and int64 are converted
     (`cast=True`). If a vector of environments resets in the step after an end (`NEXT_STEP`,
@@ -105,7 +105,7 @@ def from_gymnasium(
 
     Args:
         env: a `gymnasium.Env` or `gymnasium.vector.VectorEnv`.
-        capacity: over all environments; rounded down to a multiple of E.
+        capacity: N, for all environments together; rounded down to a multiple of E.
         extra: further leaves of one item, such as `{"hidden": jnp.zeros(128)}`.
         options: further arguments of `jrb.ReplayBuffer`: `batch_size`, `sampler`, `unit`, ...
 
@@ -113,7 +113,7 @@ def from_gymnasium(
         The buffer, and the example to pass to `init`: zeros, without the axis of environments.
 
     Raises:
-        TypeError: a space is not one of arrays, such as `Text` or `Graph`.
+        TypeError: the elements of a space are not arrays, such as those of `Text` or `Graph`.
 
     Example:
         >>> import gymnasium, jrb
@@ -162,16 +162,17 @@ def from_gymnax(
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
     """Returns a buffer for a gymnax environment, and an example item.
 
-    Nothing is computed: shapes and dtypes come from `jax.eval_shape` of a step. The rows to `add`
-    are `jrb.transition(observation, action, next_observation, reward, terminated, truncated, info)`
-    of what `env.step` returns, of `num_envs` environments under `vmap`. Rewards are floats, also of
-    environments that count in integers (`cast=True` converts them). Versions of gymnax before 1.0
-    return one flag: `jrb.transition(observation, action, next_observation, reward, done=done)`.
+    Nothing is computed: shapes and dtypes come from `jax.eval_shape` of a step. To `add`, pass the
+    results of `env.step`, with a leading axis `num_envs` from `vmap`, to
+    `jrb.transition(observation, action, next_observation, reward, terminated, truncated, info)`.
+    Rewards are stored as floats, even if the environment returns integers (`cast=True` converts
+    them). Versions of gymnax before 1.0 return one flag: use
+    `jrb.transition(observation, action, next_observation, reward, done=done)`.
 
     Args:
         env: the environment, as `gymnax.make` returns it.
         env_params: its parameters.
-        capacity: over all environments; rounded down to a multiple of E.
+        capacity: N, for all environments together; rounded down to a multiple of E.
         extra: further leaves of one item.
         options: further arguments of `jrb.ReplayBuffer`: `num_envs`, which is E, `batch_size`, ...
 
@@ -216,7 +217,7 @@ def from_brax(
 
     Args:
         env: the environment, with or without wrappers, brax's or your own.
-        capacity: over all environments; rounded down to a multiple of E.
+        capacity: N, for all environments together; rounded down to a multiple of E.
         extra: further leaves of one item.
         options: further arguments of `jrb.ReplayBuffer`: `num_envs` (E), `batch_size`, ... A
             `batch_size` that was given to `brax.envs.create` is the default of `num_envs`.
@@ -231,8 +232,8 @@ def from_brax(
         after = env.step(before, action)
         return transition(before.obs, action, after.obs, after.reward, after.done, after.done)
 
-    # Some wrappers add an axis of environments: those with a number of their own for one key,
-    # the others for that many keys.
+    # Wrappers may add an axis of environments: some have a fixed number of them and take one key,
+    # others take one key for each environment.
     keys = jax.random.split(jax.random.PRNGKey(0), options.get("num_envs") or 1)
     try:
         rows = _spec(item, keys[0])
@@ -250,15 +251,14 @@ def from_jaxmarl(
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
     """Returns a buffer for a JaxMARL environment, and an example item.
 
-    Leaves are dicts of agents. The rows to `add` are
-    `jrb.transition(observation, action, next_observation, reward, done=done)` of what `env.step`
-    returns; an episode ends where `done["__all__"]` is True. JaxMARL resets in the step in which an
-    episode ends, so the next observation of that step belongs to the next episode: do not
-    bootstrap there.
+    Leaves are dicts with an entry for each agent. To `add`, pass the results of `env.step` to
+    `jrb.transition(observation, action, next_observation, reward, done=done)`; an episode ends
+    where `done["__all__"]` is True. JaxMARL resets in the step in which an episode ends, so the
+    next observation of that step belongs to the next episode: do not bootstrap there.
 
     Args:
         env: the environment, as `jaxmarl.make` returns it.
-        capacity: over all environments; rounded down to a multiple of E.
+        capacity: N, for all environments together; rounded down to a multiple of E.
         extra: further leaves of one item.
         options: further arguments of `jrb.ReplayBuffer`: `num_envs`, which is E, `batch_size`, ...
 
@@ -278,7 +278,7 @@ def from_jaxmarl(
 def _described(
     spec: Any, capacity: int, extra: Item | None, **options: Any
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
-    """Returns a buffer for items of a spec, and zeros like one, whose rewards are floats."""
+    """Returns a buffer for items of this spec, and an example item of zeros with float rewards."""
     zeros = lambda leaf, dtype: jnp.zeros(leaf.shape, dtype)
     is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
     reward = lambda leaf: zeros(leaf, leaf.dtype if is_float(leaf) else jnp.float32)
@@ -289,6 +289,6 @@ def _described(
 
 
 def _spec(item: Callable[[jax.Array], Item], key: jax.Array) -> Any:
-    """Returns the spec of what a function of a key makes; nothing is computed."""
+    """Returns the spec of `item(key)` without computing it."""
     with jax.numpy_dtype_promotion("standard"):  # few environments are written for the strict one
         return jax.eval_shape(item, key)

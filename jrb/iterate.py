@@ -1,4 +1,4 @@
-"""Batches as Python iterates: whole epochs, and batches drawn ahead by a thread."""
+"""Iterators over batches: epochs, draws, and batches drawn ahead by a thread."""
 
 import atexit
 import collections
@@ -29,13 +29,13 @@ from jrb.state import BufferState, Device, Sample, origin_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Epochs:
-    """Every anchor once an epoch, in random order; made by `epochs`. It can be repeated."""
+    """The batches of `epochs`: every anchor once per epoch. They can be iterated repeatedly."""
 
     buffer: ReplayBuffer  # with a sampler without replacement
     state: BufferState
     key: jax.Array
-    batches: int  # of all epochs
-    origin: str  # of the batches: the user's buffer, whose methods take them
+    batches: int  # the number of batches of all epochs
+    origin: str  # `Sample.origin` of the batches: that of the user's buffer
 
     def __len__(self) -> int:
         """Returns the number of batches."""
@@ -54,10 +54,10 @@ def epochs(
     n_epochs: int = 1,
     drop_last: bool = False,
 ) -> Epochs:
-    """Returns batches of all that a buffer holds, without replacement, whatever its own sampler is.
+    """Returns batches of all anchors of a buffer without replacement, whatever its sampler is.
 
     Args:
-        buffer: the description. Its unit decides what an entry is: a transition, a window, ...
+        buffer: the description. Its unit decides what is drawn: a transition, a window, ...
         state: is only read; do not donate it before the last batch.
         key: a PRNG key. It is consumed.
         batch_size: B; None for the buffer's.
@@ -69,7 +69,7 @@ def epochs(
         An iterable of batches of type `Sample`, with a `len`.
 
     Raises:
-        ValueError: there is nothing to go through, or no batch size.
+        ValueError: there are too few anchors for a batch, or no batch size is given.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -115,14 +115,14 @@ def steps(
     max_iter: int | None = None,
     batch_size: int | None = None,
 ) -> Iterator[Sample]:
-    """Returns batches for a loop: those of whole epochs, or draws, up to a number.
+    """Returns an iterator over batches: those of whole epochs, or draws of the buffer's sampler.
 
     Args:
         buffer: the description.
         state: is only read; do not donate it before the last batch.
         key: a PRNG key, which is consumed; None for `jax.random.key(0)`.
-        n_epochs: how often to go through everything, without replacement, as `epochs`; None for
-            draws of the buffer's own sampler.
+        n_epochs: the number of passes over all anchors, without replacement, as in `epochs`; None
+            for draws of the buffer's own sampler.
         max_iter: the largest number of batches; None for no limit but that of the epochs.
         batch_size: B; None for the buffer's.
 
@@ -130,7 +130,7 @@ def steps(
         An iterator over batches of type `Sample`; endless without `n_epochs` and `max_iter`.
 
     Raises:
-        ValueError: there is nothing to draw, or no batch size.
+        ValueError: there is nothing to draw, or no batch size is given.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -159,20 +159,21 @@ def _draws(
 
 
 _Draw = Callable[[int, Callable[[], bool]], Any]
-"""Makes the batch of a number; the function returns whether it may still be taken."""
+"""Draws the batch with a number. The function returns False when no batch is needed any more."""
 
 
 class Prefetch:
     """Batches that a thread draws ahead; made by `prefetch`.
 
-    An iterator, and a context: leaving it, `close`, the end of a `for` and of the program all end
-    the thread. An interrupt of `next` loses no batch: the next call returns it.
+    An iterator and a context manager. The thread ends with the context, by `close`, when the
+    iterator is dropped, as after a `for`, and with the program. An interrupt of `next` loses no
+    batch: the next call returns it.
     """
 
     def __init__(self, draw: _Draw, depth: int) -> None:
-        # The thread keeps no reference to the iterator: one that is dropped ends it.
+        # The thread keeps no reference to the iterator, so that dropping the iterator ends it.
         self._queue = shared = _BatchQueue(depth)
-        shared.owner = weakref.ref(self, shared.requests.put)  # of C: no interrupt comes between
+        shared.owner = weakref.ref(self, shared.requests.put)  # a C function: no interrupt inside
         work = compat.with_settings(functools.partial(_draw_ahead, shared, draw))
         self._thread = shared.worker = Worker(work, "jrb-prefetch", daemon=True)
         shared.worker.start()
@@ -181,7 +182,7 @@ class Prefetch:
         return self
 
     def __next__(self) -> Any:
-        """Returns the next batch; raises, once, an error of its draw, and ends then."""
+        """Returns the next batch; if its draw failed, raises the error once, then StopIteration."""
         return self._queue.take()
 
     def close(self) -> None:
@@ -199,9 +200,9 @@ class Prefetch:
 class _BatchQueue:
     """The state that the thread and its caller share.
 
-    An interrupt after `get` of a queue would lose a batch. So the first one moves to `first` by
-    calls of C, between which no interrupt comes, and stays there until it is returned.
-
+    An interrupt right after `get` of a queue would lose a batch. Therefore the next batch first
+    moves to `first`, by calls of C functions that no interrupt can separate, and stays there until
+    returned.
     """
 
     owner: weakref.ref[Prefetch]
@@ -211,18 +212,18 @@ class _BatchQueue:
         # Batches that were drawn, with their numbers; None behind the last one.
         self.batches = queue.SimpleQueue[Any]()
         self.first: collections.deque[Any] = collections.deque()
-        self.depth, self.limit = depth, depth  # no batch of that number may be drawn yet
+        self.depth, self.limit = depth, depth  # the number of the first batch not to draw yet
         # An entry whenever the thread has to look at `limit` again.
         self.requests = queue.SimpleQueue[Any]()
         self.is_closed = False
         self.error: BaseException | None = None  # raised in the thread
 
     def is_open(self) -> bool:
-        """Returns whether batches may still be taken."""
+        """Returns True while batches may be taken."""
         return not self.is_closed and self.owner() is not None
 
     def take(self) -> Any:
-        """Returns the next batch, or raises how they ended."""
+        """Returns the next batch; after the last, raises the thread's error or StopIteration."""
         while not self.is_closed:
             if not self.first:
                 self.first.extend(map(self.batches.get, (True,)))
@@ -230,7 +231,7 @@ class _BatchQueue:
             if entry is None:
                 self.batches.put(None)  # for another thread that may wait
                 break
-            # The number makes it harmless to ask twice, as after an interrupt behind it.
+            # Computed from the batch's number: harmless if repeated after an interrupt.
             number, batch = entry
             self.limit = number + 1 + self.depth
             self.requests.put(None)
@@ -251,7 +252,7 @@ class _BatchQueue:
 
 
 def _draw_ahead(shared: _BatchQueue, draw: _Draw) -> None:
-    """Draws batches as long as some may be taken; run by the thread."""
+    """Draws batches while they may be taken; run by the thread."""
     _alive.add(shared)
     try:
         for number in itertools.count():
@@ -275,14 +276,14 @@ _alive: set[_BatchQueue] = set()
 
 @atexit.register
 def _close_all() -> None:
-    """Ends all threads: one inside XLA when the program is gone would bring it down."""
+    """Ends all threads: one that is inside XLA when the program exits would crash it."""
     for shared in list(_alive):
         shared.close()
         shared.worker.wait()
 
 
 _PATIENCE, _PAUSE = 1.0, 1e-4
-"""Seconds that a newer state is waited for, and between two looks for it."""
+"""Seconds to wait for a newer state, and between two attempts."""
 
 
 def _draw_newest(
@@ -291,9 +292,9 @@ def _draw_newest(
     key: jax.Array,
     is_open: Callable[[], bool],
 ) -> Any:
-    """Draws from the newest state, and again, for a second, where that was written to meanwhile.
+    """Draws from the newest state; tries again, for a second, if that was overwritten meanwhile.
 
-    The next state is known only when the verb that makes it has returned.
+    A method that overwrites a state has to return before the newer state is known.
     """
     until = None
     try:
@@ -319,28 +320,28 @@ def prefetch(
     *,
     device: Device = None,
 ) -> Prefetch:
-    """Draws batches ahead in a thread, or takes them from any iterable until that ends.
+    """Draws batches ahead in a thread, or takes them from any iterable until it ends.
 
     Batch number n is that of `buffer.draw(state, jax.random.fold_in(key, n))`, and is on the device
-    when it is handed over. There are never more than `depth` batches that were drawn and not taken.
-    Batch n is drawn after batch n - depth was taken, so it sees all changes of the state before
-    that: new priorities arrive at most `depth` batches late.
+    when it is returned. At most `depth` batches are drawn and not yet taken. Batch n is drawn after
+    batch n - depth was taken, so it sees all changes of the state before that: new priorities
+    arrive at most `depth` batches late.
 
     Args:
         buffer: a `ReplayBuffer` or a `Mix`, with a batch size; or an iterable of batches, such as
             `epochs`, without state and key.
-        state_or_fn: a state, which may not be donated meanwhile; each draw continues from the
-            state of the one before. Or a function without arguments, called in the thread before
-            every draw, that returns the newest state; samplers that consume do not move on then. If
-            that state is donated before the draw is over, as by `jrb.jitted`, or its rows on the
-            host are overwritten, the function is called again, for a second at most. States on
-            several devices may not be donated before a draw is over.
+        state_or_fn: a state, which must not be donated meanwhile; each draw continues from the
+            state of the one before. Or a function without arguments that returns the newest state:
+            the thread calls it before every draw, and samplers that consume then do not advance. If
+            that state is donated before the draw ends, as by `jrb.jitted`, or its rows on the host
+            are overwritten, the function is called again, for a second at most. States on several
+            devices must not be donated before a draw ends.
         key: a PRNG key. It is consumed.
-        depth: how many batches are drawn ahead, at least 1.
+        depth: the number of batches that are drawn ahead, at least 1.
         device: a device or a sharding that the batches are copied to; None for where they are.
 
     Returns:
-        An iterator over batches of type `Sample`, without end; or over those of the iterable.
+        An endless iterator over batches of type `Sample`; or one over the batches of the iterable.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb

@@ -1,6 +1,6 @@
-"""Keys say where the parts of a transition are in an item, and find them there.
+"""Keys: the paths of the parts of a transition in an item, and functions that look them up.
 
-So they also tell where episodes end: from done flags, or from episode numbers.
+Ends of episodes follow from them: from done flags, or from episode numbers.
 """
 
 import dataclasses
@@ -21,20 +21,20 @@ __all__ = ["TED", "Keys", "Path", "find", "leaves_at", "lookup", "path_name", "w
 __dir__: PublicNames = lambda: __all__
 
 Path = str | tuple[str, ...]
-"""A name, or a tuple of names from the outside in; names reach into dicts and attributes alike."""
+"""A name, or a tuple of names from the outermost container inwards: dict keys or attributes."""
 
 
 @pytree.component
 class Keys:
-    """The paths of the parts of a transition in an item; by default those of TED.
+    """The paths of the parts of a transition in an item; by default those of TorchRL's TED format.
 
-    Name all that the items have: these names, and being next to a nested next observation, tell
-    what came after the action (reward, done flags, next observation). A flag or a next observation
-    that items have under its usual name, but that is not named here, is an error where it matters;
-    None says that a leaf of that name is something else.
+    Name every part that the items have. The reward, the done flags and the next observation count
+    as coming after the action, as do all leaves in the container of a nested next observation. If
+    items have a flag or a next observation under a usual name that is not named here, methods that
+    need it raise; None declares that a leaf of that name is something else.
 
-    A reward or a flag may be a leaf for each agent, at one path. The episode of an environment ends
-    where all its agents are done; of flags with an entry `__all__`, where that one says so.
+    A reward or a flag may have a leaf for each agent below its path. The episode of an environment
+    then ends when all its agents are done or, if a flag has an entry `__all__`, when that is set.
 
     Example:
         >>> keys = Keys(reward="r", next_observation="next_obs")
@@ -45,15 +45,15 @@ class Keys:
         observation: the observation before the action.
         action: the action.
         reward: the reward for the action.
-        done: whether the episode ends there; so do `terminated` and `truncated`. None if no leaf
-            is that.
-        terminated: see `done`.
-        truncated: see `done`.
+        done: a flag that is set if the episode ends, as are `terminated` and `truncated`. None if
+            no leaf is such a flag.
+        terminated: a flag that is set if the episode ends in a terminal state.
+        truncated: a flag that is set if the episode is cut off, such as by a time limit.
         next_observation: the observation after the action; None if there is no such leaf.
-        episode: an integer, the number of the item's episode, such as TorchRL's `traj_ids`; None if
-            the items have none. An episode ends before a row of the same environment that has
-            another number than the one before it, besides where a flag says so. Then no flag is
-            needed. Whether a row ends its episode is known with the next row.
+        episode: an integer that numbers the episodes, such as TorchRL's `traj_ids`; None if the
+            items have none. An episode ends where the number changes from one row of an environment
+            to the next, and where a flag is set; flags are then optional. The end of a row's
+            episode is known only with the next row.
     """
 
     observation: Path = "observation"
@@ -74,7 +74,7 @@ class Keys:
         """Returns the entry of `item` that plays the role `name` ("reward", "done", ...).
 
         Raises:
-            ValueError: the item has nothing there; the message lists the paths that exist.
+            ValueError: the item has no entry at that path; the message lists the paths that exist.
         """
         path = getattr(self, name)
         entry = lookup(item, path)
@@ -87,7 +87,7 @@ class Keys:
         return entry
 
     def guesses(self, item: PyTree, role: str) -> str:
-        """Returns arguments for all roles without a leaf, if a leaf has a usual name of theirs."""
+        """Returns suggested arguments for roles without an entry, from leaves with usual names."""
         guesses = {role: "..."}
         paths = [tuple(name.split("/")) for name in pytree.leaf_names(item)]
         for each, usual in _USUAL.items():
@@ -97,23 +97,22 @@ class Keys:
         return ", ".join(f"{each}={path}" for each, path in guesses.items())
 
     def flags(self, item: PyTree) -> dict[str, Any]:
-        """Returns the flags that end episodes (done, terminated, truncated), by names of leaves."""
+        """Returns the leaves that are flags (done, terminated, truncated) by their names."""
         paths = (self.done, self.terminated, self.truncated)
         return {name: leaf for path in paths for name, leaf in leaves_at(item, path).items()}
 
     def ends(self, item: PyTree, is_set: Callable[[Any], Any]) -> Any:
-        """Combines the flags of `item`, at least one: does an episode end? `is_set` gives bools.
+        """Returns True where flags of `item` (at least one) end an episode; `is_set` gives bools.
 
-        Any flag ends it. Where agents have flags of their own, each of them needs one, unless there
-        is an entry `__all__`.
+        Any flag ends an episode. If agents have flags of their own, each agent must have one set,
+        unless a flag has an entry `__all__`, which then decides.
         """
         agents: dict[str, Any] = {}  # by their names below a flag; "" for the environment's own
         for path in (self.done, self.terminated, self.truncated):
             prefix, leaves = path_name(path), leaves_at(item, path)
             every = leaves.get(f"{prefix}/__all__")
             for name, flag in (leaves if every is None else {prefix: every}).items():
-                # By agent over all three flags: `terminated/a` and `truncated/a` are of the same
-                # one.
+                # Combined for each agent: `terminated/a` and `truncated/a` belong to the same one.
                 agent, is_end = name[len(prefix) :], is_set(flag)
                 agents[agent] = agents[agent] | is_end if agent in agents else is_end
         own = [agents.pop("")] if "" in agents else []
@@ -121,9 +120,9 @@ class Keys:
         return functools.reduce(operator.or_, own + all_agents)
 
     def unnamed(self, item: PyTree) -> dict[str, str]:
-        """Returns entries with the usual name of a role that nothing in the item plays, by role.
+        """Returns entries with the usual name of a role that has no entry at its path, by role.
 
-        Only entries in a container of something that is named here, or in none, are considered.
+        Only entries at the top, or in a container that holds a part named here, are considered.
         """
         paths = [getattr(self, field.name) for field in dataclasses.fields(self)]
         # Elsewhere a leaf called `done` may be anything, such as a part of the observation.
@@ -144,10 +143,10 @@ class Keys:
         return unnamed
 
     def is_next(self, name: str) -> bool:
-        """Returns True if the leaf of this name tells what came after the action.
+        """Returns True if the leaf `name` is about the time after the action.
 
-        That is what `Keys` names so, and all in the container of a nested next observation, unless
-        the observation or the action is there too.
+        These are the reward, the flags and the next observation, and all leaves in the container of
+        a nested next observation, unless it also holds the observation or the action.
         """
         roles = (self.reward, self.done, self.terminated, self.truncated, self.next_observation)
         names = [path_name(role).removesuffix("/__all__") for role in roles]
@@ -159,7 +158,7 @@ class Keys:
         return any(map(functools.partial(within, name), names))
 
     def twin(self, name: str) -> str | None:
-        """Returns the leaf of the observation that one of the next continues; None for others."""
+        """Returns the leaf of the observation that a leaf of the next one continues, or None."""
         after = path_name(self.next_observation)
         if not within(name, after):
             return None
@@ -186,7 +185,7 @@ def find(item: PyTree, path: Path, what: str) -> Any:
     """Returns the entry of `item` at `path`.
 
     Raises:
-        ValueError: there is nothing; the message begins with `what` and lists the paths that exist.
+        ValueError: there is no entry; the message begins with `what` and lists existing paths.
     """
     entry = lookup(item, path)
     if entry is None:
@@ -198,7 +197,7 @@ def find(item: PyTree, path: Path, what: str) -> Any:
 
 
 TED = Keys()
-"""The keys of TED: `observation`, `action` and `next: {observation, reward, done, ...}`."""
+"""The keys of the TED format: `observation`, `action`, `next: {observation, reward, done, ...}`."""
 
 
 def path_name(path: Path | None) -> str:
@@ -214,7 +213,7 @@ def leaves_at(item: PyTree, path: Path | None) -> dict[str, Any]:
 
 
 def lookup(item: PyTree, path: Path | None) -> Any:
-    """Returns the entry of `item` at `path`, or None where there is none."""
+    """Returns the entry of `item` at `path`, or None if there is no such entry."""
     if path is None:
         return None
     for name in (path,) if isinstance(path, str) else path:
@@ -233,8 +232,8 @@ def lookup(item: PyTree, path: Path | None) -> Any:
 
 
 def check_ends(spec: PyTree, keys: Keys, is_needed: bool = True) -> None:
-    """Raises unless the items say where episodes end: by flags, of one number each, or a number."""
-    # Items that say nothing of it are an error only where that `is_needed`.
+    """Raises if flags of ends are misnamed or no single numbers; if needed, also without any."""
+    # Unless `is_needed`, items may do without flags, but not have them under unknown names.
     for role, name in keys.unnamed(spec).items():
         path = tuple(name.split("/")) if lookup(spec, name) is None else name
         raise ValueError(
@@ -259,10 +258,10 @@ def check_ends(spec: PyTree, keys: Keys, is_needed: bool = True) -> None:
 
 
 def no_numbers(envs: int, spec: PyTree, keys: Keys) -> jax.Array | None:
-    """Returns zeros as the numbers of episodes, `[E]`; None if items are not known to have any.
+    """Returns zeros as first episode numbers, integers `[E]`; None if `keys.episode` is None.
 
     Raises:
-        ValueError, TypeError: there is no such leaf, or it is not one integer.
+        ValueError, TypeError: the items have no such leaf, or it is not one integer.
     """
     if keys.episode is None:
         return None
@@ -281,17 +280,17 @@ def no_numbers(envs: int, spec: PyTree, keys: Keys) -> jax.Array | None:
 def episode_changes(
     items: PyTree, keys: Keys, written: jax.Array, before: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Finds where the numbers of episodes change from one row to the next of an environment.
+    """Finds where the episode number changes from one row of an environment to the next.
 
     Args:
         items: leaves `[T, E, ...]`.
-        keys: the names of their parts.
-        written: bool `[T, 1]` or `[T, E]`, the rows of time that pass.
-        before: integers `[E]`, the numbers of the rows before them.
+        keys: the paths of their parts.
+        written: bool `[T, 1]` or `[T, E]`, False for masked rows, which are skipped.
+        before: integers `[E]`, the episode numbers of the newest rows before these.
 
     Returns:
-        Which rows are followed by one of another number, bool `[T, E]`; whether that holds for the
-        row before them, bool `[E]`; and the numbers of the last rows that pass, like `before`.
+        Bool `[T, E]`, True for rows before a change; bool `[E]`, True if the row before these is
+        such a row; and the numbers of the last rows that are not masked, like `before`.
     """
     numbers = keys.get(items, "episode")
     numbers = numbers.reshape(numbers.shape[:2])
@@ -309,7 +308,7 @@ def episode_changes(
 
 
 def ends_of(items: PyTree, keys: Keys, lead: int = 2) -> jax.Array:
-    """Returns which items end an episode: those of which any flag is not zero, bool `[T, E]`."""
+    """Returns True for items that end an episode, as any flag is not zero, bool `[T, E]`."""
     # `lead` is the number of axes before those of an item.
     _flags(items, keys)
     is_set = lambda flag: (flag != jnp.zeros((), flag.dtype)).reshape(flag.shape[:lead])
@@ -317,7 +316,7 @@ def ends_of(items: PyTree, keys: Keys, lead: int = 2) -> jax.Array:
 
 
 def _flags(item: PyTree, keys: Keys) -> dict[str, jax.Array]:
-    """Returns the flags that say where episodes end, by name; at least one."""
+    """Returns the flags of ends of episodes by name; raises ValueError if there are none."""
     flags = keys.flags(item)
     if not flags:
         raise ValueError(

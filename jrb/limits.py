@@ -14,12 +14,12 @@ __dir__: PublicNames = lambda: __all__
 
 
 class Counters(pytree.State):
-    """The counters of a limit.
+    """The counters of a rate limit.
 
     Attributes:
-        inserted: int32 `[]`, the items that were added, up to `min_size`.
-        balance: int32 `[]`, the samples that are owed for these items, less those that were taken,
-            in parts of 1 / q of a sample for a ratio p / q; it stays within the limit.
+        inserted: int32 `[]`, the number of items that were added, counted up to `min_size`.
+        balance: int32 `[]`, the samples owed for these items minus the samples taken, in units of 1
+            / q of a sample for a ratio p / q; it stays within the limit.
     """
 
     inserted: jax.Array
@@ -28,18 +28,18 @@ class Counters(pytree.State):
 
 @pytree.component
 class SampleToInsert:
-    """Holds the ratio of samples taken to items added within a tolerance.
+    """Keeps the ratio of samples taken to items added within a tolerance.
 
     With n items and m samples, `abs(ratio * (n - min_size) - m)` is at most `tolerance`; nothing is
-    sampled before there are `min_size` items. Its methods are pure functions of `Counters`: keep
-    them beside the state of the buffer, and ask before each call. The counters never overflow, as
-    they are no totals, and are exact, as the ratio is a fraction.
+    sampled before there are `min_size` items. The methods are pure functions of `Counters`: keep
+    these next to the state of the buffer, and call `may_insert` and `may_sample` before you add and
+    sample. The counters are exact, as the ratio is a fraction, and never overflow.
 
     Attributes:
-        ratio: samples for an item, above 0; used as the nearest fraction with a denominator of at
-            most 1000.
+        ratio: the number of samples per item, above 0; used as the nearest fraction with a
+            denominator of at most 1000.
         min_size: items that must be added before anything is sampled, at least 1.
-        tolerance: in samples; at least the larger of 1 and the ratio.
+        tolerance: the largest deviation, in samples; at least the larger of 1 and the ratio.
 
     Reference: Cassirer et al., 2021, "Reverb: a framework for experience replay", section 3.3.
 
@@ -93,7 +93,7 @@ class SampleToInsert:
         return int(self.tolerance * self._fraction.denominator)
 
     def balance(self, items: int, samples: int) -> fractions.Fraction:
-        """Returns the samples that are owed for these items in all, less those taken; exact."""
+        """Returns the exact number of samples owed for all `items`, minus `samples` taken."""
         return self._fraction * max(0, items - self.min_size) - samples
 
     def init(self) -> Counters:
@@ -101,7 +101,7 @@ class SampleToInsert:
         return Counters(inserted=jnp.int32(0), balance=jnp.int32(0))
 
     def may_insert(self, counters: Counters, count: jax.Array | int = 1) -> jax.Array:
-        """Returns True if `count` items may be added now, bool `[]`; always until `min_size`."""
+        """Returns True if `count` items may be added now, bool `[]`; up to `min_size` always."""
         return self.inserted(counters, count).balance <= self._most
 
     def may_sample(self, counters: Counters, count: jax.Array | int = 1) -> jax.Array:
@@ -113,13 +113,13 @@ class SampleToInsert:
     def inserted(self, counters: Counters, count: jax.Array | int = 1) -> Counters:
         """Returns the counters after `count` items were added.
 
-        The count is an integer `[]` of at least 0, which may be traced. Of items that were not
-        allowed, as many are remembered as the tolerance is.
+        `count` is an integer `[]` of at least 0, which may be traced. Items that `may_insert` did
+        not allow count only up to twice the tolerance.
 
         Raises:
-            TypeError: the count is no integer.
-            ValueError: it is negative or beyond int32; in an array of JAX, a negative one counts as
-                0, and one beyond int32 as 2^31 - 1.
+            TypeError: `count` is no integer.
+            ValueError: `count` is negative or beyond int32. In a JAX array, a negative number
+                counts as 0, and one beyond int32 as 2^31 - 1.
         """
         count = _counted(count)
         missing = jnp.minimum(self.min_size - counters.inserted, count)
@@ -131,7 +131,7 @@ class SampleToInsert:
         return Counters(inserted=counters.inserted + missing, balance=balance)
 
     def sampled(self, counters: Counters, count: jax.Array | int = 1) -> Counters:
-        """Returns the counters after `count` samples were taken, as `inserted`."""
+        """Returns the counters after `count` samples were taken; `count` is as in `inserted`."""
         count = _counted(count)
         room = counters.balance + 2 * self._most
         taken = jnp.minimum(count, room // self._fraction.denominator + 1)
@@ -139,7 +139,7 @@ class SampleToInsert:
 
 
 def _counted(count: jax.Array | int) -> jax.Array:
-    """Returns a number of items or samples, int32 `[]`."""
+    """Returns `count`, an integer of any type, as int32 `[]`; raises if it is not valid."""
     array = count if isinstance(count, jax.Array) else np.asarray(count)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape:
         raise TypeError(f"count: expected a single integer, got {count!r}.")

@@ -1,4 +1,4 @@
-"""Compiled methods for Python loops, which write in place."""
+"""Compiled methods of a buffer that write in place, for loops in Python."""
 
 import functools
 import inspect
@@ -26,21 +26,20 @@ def jitted(buffer: Mix) -> "JittedMix": ...
 def jitted(buffer: ReplayBuffer | Sharded) -> "Jitted": ...
 @functools.lru_cache(maxsize=64)
 def jitted(buffer: Description) -> "Jitted | JittedMix":
-    """Returns the methods of a buffer, each compiled, in place: for loops in Python.
+    """Returns the methods of a buffer, compiled and writing in place, for loops in Python.
 
-    Outside `jit`, a method that changes a state copies it. These donate the state that they are
-    given: it is written in place, and the object that was passed may not be used again. **Go on
-    with the state that comes back.** Samples stay valid.
+    Outside `jit`, a method of a buffer that changes a state copies it. The methods returned here
+    donate the state that they get: it is written in place, and the object that was passed must not
+    be used again. **Continue with the state that is returned.** Samples stay valid.
 
     As inside `jit`, sampling from an empty buffer does not raise: `mask` is False and `weights` 0.
-    Items with dtypes that JAX would change are handled as everywhere else: an error, or converted
-    where the buffer has `cast=True`. Storages on the host work between jitted parts in any case,
-    and sampling from them raises as outside `jit`; arrays of their state that are on the device
-    are donated too.
+    Items with dtypes that JAX would change are errors, or converted if the buffer has `cast=True`.
+    If the storage is on the host, only parts of each method are compiled: sampling from an empty
+    buffer raises, and only arrays of the state that are on the device are donated.
 
     `sample` and `draw` also take an integer in place of a key, such as the number of the step:
-    `methods.sample(state, 7)` gives what `jax.random.key(7)` gives, and the key is made inside the
-    compiled call.
+    `methods.sample(state, 7)` returns what `jax.random.key(7)` gives, and the key is made inside
+    the compiled call.
 
     Args:
         buffer: a `ReplayBuffer`, a `Mix` or a `Sharded`.
@@ -71,14 +70,14 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
 
 
 def _reads_numbers(method: Callable[..., Any], static: tuple[int, ...]) -> Callable[..., Any]:
-    """Compiles a method that reads some numbers of a state."""
+    """Compiles a method that neither reads nor writes items."""
     return jax.jit(method, static_argnums=static)
 
 
 def _gathers(
     method: Callable[..., Any], static: tuple[int, ...], donates: bool = False
 ) -> Callable[..., Any]:
-    """Compiles a method that reads or writes items, for outside and for inside of `jit`."""
+    """Compiles a method that reads or writes items, for calls inside and outside `jit`."""
     donated = (0,) if donates else ()
     # Inside another compiled function, it may be part of a loop: see `standalone_program`.
     inside = jax.jit(method, donate_argnums=donated, static_argnums=static)
@@ -97,14 +96,14 @@ def _gathers(
 def _moves(
     method: Callable[..., Any], static: tuple[int, ...], gathers: bool = False
 ) -> Callable[..., Any]:
-    """Compiles a method that changes nothing in a state but the sampler's part of it.
+    """Compiles a method that changes only the sampler's part of a state.
 
-    Only that is donated and returned, as each array that comes back makes a call a microsecond
-    longer. Inside another compiled function, where writes have to wait for reads, the method is
+    Only this part is donated and returned, since each array that is returned adds a microsecond to
+    a call. Inside another compiled function, where writes have to wait for reads, the method is
     called as it is.
     """
 
-    # Apart from the others: only arguments of their own can be donated.
+    # The sampler's state is an argument of its own: only whole arguments can be donated.
     def moved(sampler: Any, others: BufferState, *args: Any) -> Any:
         result = method(others.replace(sampler=sampler), *args)
         state, *sample = result if isinstance(result, tuple) else (result,)
@@ -129,14 +128,14 @@ _moves_and_reads = functools.partial(_moves, gathers=True)
 
 
 def _is_traced(state: Any) -> bool:
-    """Returns True if a state is one of another compiled function; False for anything else."""
+    """Returns True if `state` is a buffer's state inside another compiled function."""
     return isinstance(getattr(state, "edits", None), jax.core.Tracer)
 
 
 if TYPE_CHECKING:  # the methods, which are generated, have the signatures of the buffer's own
 
     class _BufferMethods(ReplayBuffer):
-        """The methods of a buffer that take a seed too."""
+        """The signatures of methods that also take a seed as `key`."""
 
         def sample(
             self,
@@ -164,10 +163,10 @@ else:
 
 
 class Jitted(_BufferMethods):
-    """Compiled methods of a buffer; made by `jitted`. They take and return what its own do.
+    """The compiled methods of a buffer, with its arguments and results; made by `jitted`.
 
     Attributes:
-        buffer: the buffer whose methods they are.
+        buffer: the buffer that the methods are from.
     """
 
     def __init__(self, buffer: ReplayBuffer | Sharded) -> None:
@@ -176,10 +175,10 @@ class Jitted(_BufferMethods):
 
 
 class JittedMix(_MixMethods):
-    """Compiled methods of a mix; made by `jitted`. They take and return what its own do.
+    """The compiled methods of a mix, with its arguments and results; made by `jitted`.
 
     Attributes:
-        mix: the mix whose methods they are.
+        mix: the mix that the methods are from.
     """
 
     def __init__(self, mix: Mix) -> None:
@@ -217,12 +216,12 @@ _STATIC = ("batch_size", "function", "n")  # the names of arguments that are no 
 
 
 def _bind(self: Any, buffer: Any, compilers: dict[str, Callable[..., Any]]) -> None:
-    """Puts compiled methods of a buffer in the place of those of a class."""
+    """Sets the compiled methods of `buffer` as attributes of `self`."""
     parts = buffer.buffers if isinstance(buffer, Mix) else (buffer,)
     is_on_host = any(on_host(it.buffer if isinstance(it, Sharded) else it) for it in parts)
     methods = {name: getattr(buffer, name) for name in compilers}
     if not isinstance(buffer, Mix):
-        # `...` for all slots is no argument of `jit`: `_without_data` makes None of it.
+        # `jit` does not take `...`, which means all slots: `_without_data` makes it None.
         methods["set"] = lambda state, where, values: buffer.set(
             state, ... if where is None else where, values
         )
@@ -251,7 +250,7 @@ def _caller(
 ) -> Callable[..., Any]:
     """Returns a method that prepares its arguments for a compiled one, by position.
 
-    Names in a call of a function of `jit` take a microsecond more, and so does a partial.
+    Keyword arguments make a call of a jitted function a microsecond longer, as does a partial.
     """
     preparers: dict[str, Callable[[Any], Any]] = {
         "batch_size": _size,
@@ -262,7 +261,7 @@ def _caller(
         "priorities": functools.partial(checks.given_numbers, f"{name}: priorities"),
     }
     if not isinstance(buffer, Mix):
-        # Items that neither `jit` nor anybody else will change; objects stay as they are.
+        # Arrays of NumPy are copied, as the caller may change them; objects stay as they are.
         whole = buffer.buffer if isinstance(buffer, Sharded) else buffer
         of_objects, casts = whole.storage.of_objects, whole.cast
         accept = lambda items: items if of_objects else casting.accepted(items, name, casts)
@@ -271,7 +270,7 @@ def _caller(
     names = [each.name for each in parameters]
     defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
     has_priorities, title = "priorities" in names, f"{type(self).__name__}.{name}()"
-    # The defaults of further arguments, by the number of those given.
+    # The defaults of missing arguments, by the number of arguments given.
     tails: dict[int, tuple[Any, ...]] = {len(names): ()}
     for count in reversed(range(len(names))):
         if names[count] in defaults:
@@ -284,7 +283,7 @@ def _caller(
             args = _by_position(title, names, defaults, args, kwargs)
         args = tuple([make(arg) for make, arg in zip(prepare, args, strict=True)])
         result = run(state, *args)
-        # XLA computes meanwhile. Before the call, to look for NaN would make it 12 us longer.
+        # Looks for NaN while XLA computes: before the call, this would add 12 us.
         if has_priorities and isinstance(args[-1], np.ndarray):
             warn_of_refused(buffer, name, args[-1], depth=3)
         return result
@@ -295,7 +294,7 @@ def _caller(
 def _by_position(
     title: str, names: list[str], defaults: dict[str, Any], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Returns all arguments of a call by position, or raises what Python would."""
+    """Returns all arguments of a call by position, or raises TypeError as Python would."""
     try:
         args += tuple(
             [kwargs.pop(it) if it in kwargs else defaults[it] for it in names[len(args) :]]
@@ -308,9 +307,9 @@ def _by_position(
 
 
 def _without_data(name: str, where: Any) -> Any:
-    """Returns a sample without its items: fewer arrays to hand over. Or slots, as int32.
+    """Returns a sample without its items, to pass fewer arrays; or slots as int32.
 
-    Inside another compiled function it has them: a write that follows has to wait for their reads.
+    Inside another compiled function, items stay: a later write has to wait for their reads.
     """
     is_sample = isinstance(where, Sample)
     if where is ... or isinstance(where.stamp if is_sample else where, jax.core.Tracer):
@@ -322,7 +321,7 @@ def _without_data(name: str, where: Any) -> Any:
 
 
 def _key_or_seed(key: Any) -> Any:
-    """Returns a key as it is, and an integer as uint32, for `_seeded`."""
+    """Returns a key as it is, and an integer as uint32 for `_seeded`."""
     if isinstance(key, int | np.integer) and not isinstance(key, bool):
         if not 0 <= key < 2**32:
             raise ValueError(f"key: expected a key, or a seed from 0 to 2**32 - 1, got {key}.")
@@ -331,13 +330,13 @@ def _key_or_seed(key: Any) -> Any:
 
 
 def _seeded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that also takes a seed, of which it makes the key where it is compiled.
+    """Returns a method that also takes a seed, from which it makes the key inside `jit`.
 
     In a loop in Python, `jax.random.key` and `fold_in` take as long as sampling itself.
     """
 
     def called(state: Any, key: Any, *args: Any) -> Any:
-        # Also a counter that is on the device, which would be waited for if it became an int.
+        # A counter on the device is not made an int, which would wait for it.
         if getattr(key, "shape", None) == () and jnp.issubdtype(key.dtype, jnp.integer):
             key = jax.random.key(key.astype(jnp.uint32))
         return method(state, key, *args)
@@ -352,7 +351,7 @@ def _size(batch_size: Any) -> int | None:
 
 
 def _generate(cls: type, source: type, compilers: dict[str, Callable[..., Any]]) -> None:
-    """Gives a class the methods of another one, with their signatures, for `help` and the docs."""
+    """Adds to `cls` the methods of `source` with their signatures, for `help` and the docs."""
     for name, compiler in compilers.items():
 
         def called(self: Any, *args: Any, name: str = name, **kwargs: Any) -> Any:

@@ -34,39 +34,38 @@ _UNKNOWN = 2**30
 def rebuild(
     old: ReplayBuffer | Sharded, state: BufferState, new: ReplayBuffer | Sharded
 ) -> BufferState:
-    """Returns a state of another description that holds the items of this one.
+    """Returns a state of another description, `new`, that holds the items of `state`.
 
     Any part may differ: capacity, `num_envs`, sampler, unit, writer, storage. Items are copied as
-    they are stored, without transforms. The newest rows that fit are kept (with a writer that does
-    not keep the order of time, the best items), together with their priorities, how often they were
-    drawn if both samplers count, what was dropped, and ends of episodes that only the old unit knew
-    of. With another number of environments, the streams are joined end to end and cut into equal
-    parts; no window crosses a seam.
+    they are stored, without transforms. The newest rows that fit are kept; if the old writer does
+    not keep the order of time, the best items. Kept with them are priorities, drops, counts of
+    draws if both samplers count, and ends of episodes that only the old unit knew. If `num_envs`
+    differs, environments are joined end to end and cut into equal parts; no window crosses a seam.
 
-    Transforms with a state keep it where both descriptions have one of the same class; others learn
-    from the items that are kept.
+    A transform with a state keeps it if both descriptions have one of its class; others learn from
+    the items that are kept.
 
-    Not carried over: the number of items that a reservoir has seen, if it becomes larger; the
-    position in an epoch (the next draw begins one); priorities where the old sampler had none;
-    `set_alpha`, where the samplers differ. A queue continues if both are queues, else every item is
-    pending. Stacks of frames whose first frames may be lost are not drawn.
+    Not kept are: the number of items that a reservoir has seen, if it becomes larger; the position
+    in an epoch (the next draw begins one); `set_alpha`, if the samplers differ. A queue continues
+    if both samplers are queues; otherwise every item is pending. Stacks of frames whose first
+    frames may be lost are not drawn.
 
-    A `jrb.Sharded` buffer can get another number of shards, or become a single buffer, or the other
-    way round. The number of environments stays; each shard gets its environments with everything
-    that is known of their items.
+    A `jrb.Sharded` buffer can be rebuilt with another number of shards or as a single buffer, and a
+    single buffer as a sharded one. The number of environments must stay; each shard gets its
+    environments with all state of their items.
 
     Args:
         old: the description of `state`.
-        state: only read; a storage on the host stays usable.
-        new: the new description. A storage on the host gets a new store at its path.
+        state: is only read; a storage on the host stays usable.
+        new: the new description. A storage on the host makes new files at its path.
 
     Returns:
         The state, on the default device.
 
     Raises:
-        TypeError: a `Mix`, states under `vmap`, or objects on one side only.
-        ValueError: items that a part of the new description cannot use; another number of
-            environments where rows from behind the seams, or the order of a queue, would be lost.
+        TypeError: a buffer is a `Mix`, states are batched by `vmap`, or only one side has objects.
+        ValueError: a part of `new` cannot use the items; or `num_envs` differs, and the unit would
+            need rows from across a seam, or the order of a queue would be lost.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -107,9 +106,9 @@ def writable(buffer: Buffer) -> Any:
 
 
 def replay_target(buffer: Buffer) -> Any:
-    """Returns the description to write items with, in the order of another buffer.
+    """Returns the description with which to write items in the order of another buffer.
 
-    A writer that does not keep the order of time takes items one by one.
+    If the writer does not keep the order of time, it has `num_envs=None`: items go one by one.
     """
     if buffer.writer.is_chronological:
         return writable(buffer)
@@ -117,18 +116,18 @@ def replay_target(buffer: Buffer) -> Any:
 
 
 def pieces(order: np.ndarray, row_bytes: int) -> Iterator[np.ndarray]:
-    """Yields rows in parts of a few megabytes."""
+    """Yields parts of `order`, the indices of rows, each for a few megabytes of items."""
     step = max(1, _PIECE // max(row_bytes, 1))
     for start in range(0, len(order), step):
         yield order[start : start + step]
 
 
 def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
-    """Returns the state of other parts over the same rows on the host, which are not copied.
+    """Returns the state of `new` over the rows of a state on the host, which are not copied.
 
-    Sampler, unit and transforms with a state learn from all rows, which were written once, from
-    slot 0 on. Capacity, environments and storage are those of the old description, and its writer
-    has the same states.
+    Sampler, unit and transforms learn from all rows, which must have been written once, from slot 0
+    on. `new` must have the capacity, environments and storage of `old`, and its writer equal
+    states.
     """
     ring, envs, target = old.ring, old.ring.envs, replay_target(new)
     spec = old.storage.spec(state.storage)
@@ -156,12 +155,12 @@ class _Selection(NamedTuple):
     """The rows that are kept, as rows of the new buffer, `[T, E]`."""
 
     slots: np.ndarray  # int32, the old slots, oldest row first
-    mask: np.ndarray  # which of them are real
-    cuts: np.ndarray | None  # after which time does not go on; None without order of time
+    mask: np.ndarray  # bool, True for real entries
+    cuts: np.ndarray | None  # bool, True for ends of episodes; None without order of time
 
 
 def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _Selection:
-    """Returns the newest rows that fit, or the best items of a writer without order of time."""
+    """Returns the newest rows that fit; the best items if the writer keeps no order of time."""
     old, new = buffer.ring, target.ring
     is_redealt, cuts, mask = old.envs != new.envs, None, None
     if not buffer.writer.is_chronological:
@@ -198,9 +197,9 @@ def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _
 
 
 def _newest_rows(ring: Ring, occupancy: Occupancy, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the slots of the newest rows of at most `limit` items, and which are real, `[T, E]`.
+    """Returns the slots of the newest rows, of at most `limit` items, and a mask of both `[T, E]`.
 
-    Slots that are not real are replaced by one that holds an item.
+    The mask is False where an environment has fewer rows; its slots there hold any other item.
     """
     counts = np.broadcast_to(np.asarray(occupancy.rows(ring)), ring.envs)
     row = np.arange(counts.max())[:, None] + counts - counts.max()
@@ -213,7 +212,7 @@ def _newest_rows(ring: Ring, occupancy: Occupancy, limit: int) -> tuple[np.ndarr
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _call(function: Callable[..., Any], part: Any, *args: Any) -> Any:
-    """Calls a function of a description and of arrays, compiled once for each description."""
+    """Returns `function(part, *args)`, compiled once for each function and part."""
     return function(part, *args)
 
 
@@ -225,9 +224,9 @@ def _is_episode_end(buffer: ReplayBuffer, writer: PartState, unit: PartState, sl
 def _redeal(
     slots: np.ndarray, ends: np.ndarray, mask: np.ndarray, envs: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Joins streams `[T, E]` end to end and cuts them into `envs` equal ones; also the seams."""
+    """Joins environments `[T, E]` end to end, cuts them into `envs` equal ones, and marks seams."""
     surplus = int(mask.sum()) % envs  # items that do not fill a row: dropped from the oldest one
-    # From the oldest row, one item of each of the first streams.
+    # Dropped from the oldest row: one item of each of the first environments.
     first = surplus if surplus <= slots.shape[1] else 0
     ends[-1:] = True
     line, seams = (
@@ -250,7 +249,7 @@ def _read(
     read: Callable[[BufferState, jax.Array], Any],
     axis: int,
 ) -> Any:
-    """Reads slots `[..., E]`; each environment is in one state. Results have E at `axis`."""
+    """Reads slots `[..., E]`, each environment from its state; results have E at `axis`."""
     number = slots.reshape(-1, slots.shape[-1])[0] // buffer.capacity
     parts = [
         read(states[k], jnp.asarray(slots[..., number == k] - k * buffer.capacity))
@@ -279,7 +278,7 @@ def _refill(
     result = result.replace(transforms=transforms)
     if not kept.mask.any():
         return result
-    # Writers that count, such as a reservoir, go on with their counts.
+    # Writers that count items, such as a reservoir, continue their counts.
     if type(old.writer.writable()) is type(new.writer.writable()):
         result = result.replace(
             writer=new.writer.import_state(new.ring, result.writer, state.writer)
@@ -300,7 +299,7 @@ def _refill(
 def _write_items(
     old: ReplayBuffer, states: Sequence[BufferState], new: ReplayBuffer, kept: _Selection
 ) -> BufferState:
-    """Writes a selection to an empty state."""
+    """Returns a new state to which the selected items were written."""
     slots, cuts, target = kept.slots, kept.cuts, replay_target(new)
     mask = None if kept.mask.all() else jnp.asarray(kept.mask)
     if new.storage.of_objects:
@@ -345,13 +344,13 @@ def _sampler_state(
     slots: jax.Array,
     new_slots: jax.Array,
 ) -> Any:
-    """Returns the new sampler's state, with what the old states say of the items at `slots`."""
+    """Returns the new sampler's state with what the old ones knew about the items at `slots`."""
     old, sampler = buffer.sampler, new.sampler
     if old == sampler or (type(old) is type(sampler) and not sampler.prioritized):
         state = states[0]
         if len(states) > 1 and isinstance(old, ShardedSampler):
             state = old.concat_shard_states(states)
-        elif len(states) > 1 and not old.consumes:  # a queue of which nothing is pending is any
+        elif len(states) > 1 and not old.consumes:  # queues without pending items are all alike
             raise missing_method(old, "concat_shard_states", "rebuild", "ShardedSampler")
         import_state = type(sampler).import_state
         return _call(import_state, sampler, result.sampler, state, slots, new_slots)
@@ -371,9 +370,9 @@ def regrouped(
     new: ReplayBuffer | Sharded,
     number: int,
 ) -> BufferState:
-    """Returns the state of one new shard, 0 for a single buffer, from the old shards.
+    """Returns the state of new shard `number`, 0 for a single buffer, from states of old shards.
 
-    Of these, at least those are needed that have its environments.
+    `states` must have at least the old shards that hold its environments.
     """
     part, target = (one.part if isinstance(one, Sharded) else one for one in (old, new))
     _check_shards(old, states, new)
@@ -401,7 +400,8 @@ def regrouped(
             "writer=jrb.PerEnvironment(), got "
             f"{sorted(set(mask.sum(axis=0).tolist()))} rows of their environments."
         )
-    slots = np.where(mask, slots, np.max(np.where(mask, slots, 0), axis=0))  # any slot of its own
+    # Masked entries get any slot of their environment.
+    slots = np.where(mask, slots, np.max(np.where(mask, slots, 0), axis=0))
     kept = _Selection(slots.astype(np.int32), mask, cuts)
     return _refill(part, [states[k] for k in needed], target, kept)
 

@@ -1,4 +1,4 @@
-"""One batch from several buffers, such as demonstrations and replay."""
+"""Batches drawn from several buffers, such as demonstrations and replay."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,25 +23,25 @@ States = tuple[BufferState, ...]
 
 @pytree.component
 class Mix:
-    """Draws every batch from several buffers, exact parts of it from each.
+    """Draws batches of which each buffer contributes a fixed number of items.
 
-    Its state is the tuple of the buffers' states: write to one with its own buffer, and put it
-    back. The part of buffer k has proportion_k * B items, rounded so that the parts add up to B
-    (largest remainders), comes after those of the buffers before it, and covers the whole
-    distribution of its buffer. `Sample.info["source"]`, int32 `[B]`, says which buffer an item is
-    from; indices, probabilities, weights and stamps are that buffer's own. K buffers.
+    The state of a mix is the tuple of its buffers' states. To write, pass one of them to its own
+    buffer, and put the result back into the tuple. Of a batch, proportion_k * B items are from
+    buffer k, rounded by largest remainders so that they add up to B, in the order of the buffers.
+    `Sample.info["source"]`, int32 `[B]`, is the number of the buffer that each item is from; its
+    index, probability, weight and stamp are those in that buffer. K buffers.
 
-    Of `jrb.Sharded` buffers, all in the same shards, each shard draws its part of every part, and
-    nothing moves between devices.
+    If the buffers are `jrb.Sharded`, all in the same shards, each shard draws an equal part from
+    every buffer, and no items move between devices.
 
     Attributes:
         buffers: the buffers; their data have the same structure, shapes and dtypes.
-        proportions: numbers that add up to 1; a draw may bring its own, which may be traced.
-        batch_size: B, unless a draw names its own.
-        exact: if True, the parts are interleaved, so that every run of a batch has its share of
-            each buffer, to within one item: for batches that are cut into minibatches, as by
-            `reshape(UTD, B // UTD, ...)` in RLPD (Ball et al., 2023). Otherwise the part of one
-            buffer comes after that of another.
+        proportions: K numbers that add up to 1; a draw may pass its own, which may be traced.
+        batch_size: B, for draws that do not pass their own.
+        exact: if True, the parts are interleaved: every run of a batch has each buffer's share of
+            items, to within one. Use it for batches that are cut into minibatches, as by
+            `reshape(UTD, B // UTD, ...)` in RLPD (Ball et al., 2023). If False, one part follows
+            another.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -86,18 +86,18 @@ class Mix:
         checks.flag("exact", self.exact)
 
     def init(self, example: Item, device: Device = None) -> States:
-        """Makes empty states, one for each buffer, on one device (see `ReplayBuffer.init`)."""
+        """Returns empty states, one for each buffer, on one device (see `ReplayBuffer.init`)."""
         return tuple(
             part.init(example) if isinstance(part, Sharded) else part.init(example, device)
             for part in self.buffers
         )
 
     def nbytes(self, example: Item) -> int:
-        """Returns the bytes that `init(example)` allocates."""
+        """Returns the number of bytes that `init(example)` allocates."""
         return sum(part.nbytes(example) for part in self.buffers)
 
     def size(self, states: States) -> jax.Array:
-        """Returns the transitions held by each buffer, int32 `[K]`."""
+        """Returns the number of transitions in each buffer, int32 `[K]`."""
         return jnp.stack([part.size(state) for part, state in self._pairs(states)])
 
     def can_sample(self, states: States) -> jax.Array:
@@ -141,18 +141,18 @@ class Mix:
             key: a PRNG key. It is consumed.
             batch_size: B; None for the mix's.
             beta: the exponent of the weights, for all buffers that have them; None for their own.
-            proportions: float `[K]`, of this batch, may be traced; None for the mix's. Every buffer
-                then draws B items, of which its part is chosen at random, so that the shapes do not
-                depend on it: for samplers that consume, this is an error. Where draws are counted,
-                those that are chosen count.
+            proportions: float `[K]`, for this batch, may be traced; None for the mix's. Every
+                buffer then draws B items, from which its part is chosen at random, so that shapes
+                do not depend on the proportions. This is an error with samplers that consume. If
+                draws are counted, only chosen items count.
 
         Returns:
             The states, and the batch.
 
         Raises:
-            ValueError: no batch size; proportions that do not add up to 1 (outside `jit`; inside,
-                they are scaled); parts whose data differ; a buffer with nothing to draw (outside
-                `jit`; inside, its part of `mask` is False).
+            ValueError: no batch size is given; the proportions do not add up to 1 (outside `jit`;
+                inside, they are scaled); the buffers' data differ in structure; a buffer has
+                nothing to draw (outside `jit`; inside, its part of `mask` is False).
         """
         # Each buffer draws a whole batch then, of which most is thrown away.
         wasteful = [sampler for sampler in self._samplers if sampler.consumes]
@@ -207,7 +207,7 @@ class Mix:
     def _parts(
         self, states: States, keys: jax.Array, counts: tuple, needed: tuple, beta: Any
     ) -> tuple[list[Any], list[Sample]]:
-        """Draws from each buffer; one of which nothing is `needed` may be empty."""
+        """Draws `counts[k]` items from each buffer k, which may be empty if `needed[k]` is 0."""
         pairs, parts = self._pairs(states), []
         after: list[Any] = [state for _, state in pairs]
         for number, (buffer, state) in enumerate(pairs):
@@ -227,11 +227,11 @@ class Mix:
         return after, parts
 
     def update_priority(self, states: States, sample: Sample, priorities: jax.Array) -> States:
-        """Sets priorities, each in the buffer that its item is from.
+        """Sets priorities of a sample, each in the buffer that the item is from.
 
         Args:
             states: may be donated.
-            sample: one that this mix drew.
+            sample: a sample that this mix drew.
             priorities: as for `ReplayBuffer.update_priority`.
         """
         if "source" not in sample.info:
@@ -266,7 +266,7 @@ class Mix:
         return list(zip(self.buffers, states, strict=True))
 
     def _counts(self, batch_size: int) -> tuple[int, ...]:
-        """Returns how many of a batch each buffer gives, alike in each shard."""
+        """Returns the number of items of a batch from each buffer, a multiple of the shards."""
         if batch_size % self._shards:
             raise ValueError(
                 f"batch_size: expected a multiple of {self._shards}, the number of shards, got "
@@ -287,7 +287,7 @@ class Mix:
 
     @property
     def _shards_of_first(self) -> Sharded | None:
-        """The first buffer, if all are in shards; else None."""
+        """The first buffer, if the buffers are sharded; else None."""
         return first if isinstance(first := self.buffers[0], Sharded) else None
 
     @property
@@ -298,7 +298,7 @@ class Mix:
     def _within(
         self, function: Callable[..., Any], states: tuple, batches: tuple, merges: bool = False
     ) -> Any:
-        """Calls a function of states and batches; of sharded ones, in each shard for itself."""
+        """Calls a function of states and batches; if buffers are sharded, in each shard."""
         if self._shards_of_first is None:
             return function(*states, *batches)
         return self._shards_of_first.in_each(function, states, batches, merges)
@@ -310,7 +310,7 @@ def _concatenated(parts: list[Sample]) -> Sample:
 
 @jax.jit
 def _chosen(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
-    """Chooses rows of each part at random, as many as `shares`, int32 `[K]`, says."""
+    """Returns `shares[k]` random rows of each part k, one part after the other; int32 `[K]`."""
     size = parts[0].indices.shape[0]
     place, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(shares, dtype=jnp.int32)
     source = jnp.sum(place[:, None] >= ends[None], axis=1, dtype=jnp.int32)
@@ -342,4 +342,4 @@ Description = Buffer | Mix | Sharded
 """A description that can be saved, compiled and iterated over."""
 
 AnyState = Any
-"""A `BufferState`, or of a `Mix` the tuple of them; `vmap` may have put axes before all arrays."""
+"""A `BufferState`, or the tuple of them of a `Mix`; under `vmap`, arrays have leading axes."""

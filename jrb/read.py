@@ -30,14 +30,14 @@ def items(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -
     Args:
         buffer: the description.
         state: is only read.
-        chunks: the number of items at a time, for more than memory holds; None for all at once.
+        chunks: the number of items in a chunk, if not all fit into memory; None for all at once.
 
     Returns:
-        A pytree of NumPy arrays `[K, ...]`, PRNG keys as their words; or an iterator of such, of
-        which the last may be shorter. Of objects, lists.
+        A pytree of NumPy arrays `[K, ...]`, with PRNG keys as their uint32 words; with `chunks`, an
+        iterator over such pytrees, the last of which may be shorter. For objects, lists.
 
     Raises:
-        ValueError: states under vmap.
+        ValueError: the states are batched by `vmap`.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -62,7 +62,7 @@ def held_slots(buffer: ReplayBuffer, state: BufferState, who: str) -> np.ndarray
 
 
 def _check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
-    """Raises unless it is a single state of this buffer, outside `jit`."""
+    """Raises unless `state` is a single state of this buffer with values, not traced."""
     check_single(buffer, who)
     validate.check_state(buffer, state)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
@@ -92,18 +92,18 @@ def taken(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Episode:
-    """An episode, as far as it is held: rows of one environment from an end to the next one.
+    """The rows of one episode that are held.
 
-    It is complete if it has ended and its first row is held. Counts of complete episodes mean this
-    everywhere: in `jrb.stats`, in titles of pictures, on the command line.
+    An episode is complete if it has ended and its first row is held. All counts of complete
+    episodes use this definition: in `jrb.stats`, in titles of pictures, on the command line.
 
     Attributes:
-        slots: int32 `[L]`, its rows, oldest first.
+        slots: int32 `[L]`, the slots of its rows, oldest first.
         environment: the number of its environment, from 0.
-        return_: the sum of its rewards, float64, in the shape of one, or a pytree of several.
-            None if items have none.
-        ended: True if it has ended; otherwise it is running.
-        cut: True if rows from its beginning may be lost.
+        return_: the sum of its rewards, float64, in the shape of one reward, or a pytree if the
+            reward has several leaves; None if items have no reward.
+        ended: True if the episode has ended, False if it is still running.
+        cut: True if the first rows of the episode may be lost.
     """
 
     slots: np.ndarray
@@ -116,12 +116,12 @@ class Episode:
 
     @property
     def complete(self) -> bool:
-        """True if it has ended and its first row is held."""
+        """True if the episode has ended and its first row is held."""
         return self.ended and not self.cut
 
     @property
     def length(self) -> int:
-        """L."""
+        """L, the number of rows held."""
         return len(self.slots)
 
     def __len__(self) -> int:
@@ -129,12 +129,12 @@ class Episode:
 
     @property
     def items(self) -> Any:
-        """Its items, NumPy arrays `[L, ...]`, as they are stored."""
+        """The items as stored, NumPy arrays `[L, ...]`."""
         return taken(self._buffer, self._state, self.slots)
 
 
 class Episodes(Sequence[Episode]):
-    """The episodes of a state, in the order in which they began, and then of environments."""
+    """The episodes of a state, sorted by their first rows in time, then by environment."""
 
     def __init__(self, episodes: list[Episode]) -> None:
         self._episodes: list[Episode] = episodes
@@ -158,8 +158,8 @@ class Episodes(Sequence[Episode]):
 def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
     """Returns the episodes that a buffer holds.
 
-    One ends where a flag says so (done, terminated or truncated), and where `truncate` was called
-    if the unit looks at ends.
+    An episode ends at a row whose flag is set (done, terminated or truncated), or whose number
+    changes after it (`Keys.episode`); and where `truncate` was called, if the unit uses ends.
 
     Args:
         buffer: the description, with a writer that keeps the order of time.
@@ -169,7 +169,7 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         A sequence; the items of an episode are read when they are accessed.
 
     Raises:
-        ValueError: items without such a flag, or a writer without an order of time.
+        ValueError: the items have no such flag or number, or the writer keeps no order of time.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -199,8 +199,7 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
     every = []
     for env, count in enumerate(counts):
         last = np.flatnonzero(ends[:count, env])
-        # From one end to the next; `unique` drops the empty run behind an end that is the newest
-        # row.
+        # From one end to the next; `unique` drops the empty run after an end at the newest row.
         edges = np.unique(np.concatenate([[0], last + 1, [count]]))
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             run = (slice(start, stop), env)
@@ -219,7 +218,7 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
 
 
 def has_episodes(buffer: ReplayBuffer, state: BufferState) -> bool:
-    """Returns True if `episodes` can tell them: items are in order, with flags or a number."""
+    """Returns True if `episodes` works: items in order of time, with flags or episode numbers."""
     storage, keys = buffer.storage, buffer.keys
     if not buffer.writer.is_chronological or storage.of_objects:
         return False
@@ -228,7 +227,7 @@ def has_episodes(buffer: ReplayBuffer, state: BufferState) -> bool:
 
 @jax.jit
 def _ends_and_rewards(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, Any]:
-    """Ends, bool `[R, E]`, and rewards `[R, E, ...]`, None if items have none; oldest first."""
+    """Returns ends, bool `[R, E]`, and rewards, `[R, E, ...]` or None, from the oldest row on."""
     context = context_of(buffer, state.writer)
     spec = buffer.storage.spec(state.storage)
     rewards = leaves_at(spec, buffer.keys.reward)
@@ -241,19 +240,19 @@ def _ends_and_rewards(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Arr
 
 
 def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
-    """Returns facts about what a buffer holds, in numbers.
+    """Returns statistics about the items of a buffer.
 
     Args:
         buffer: the description.
         state: is only read.
 
     Returns:
-        Plain numbers: `size` and `capacity`; where items have flags and are in order of time,
-        `episodes`, `complete` of them (see `jrb.read.Episode`), and of these `return` and `length`
-        as `mean`, `std`, `min`, `max`, the return for each leaf of the reward; where there are
-        priorities, `priority` as the same; and where draws are counted, `draws` of the anchors as
-        the same, and `never`, the share of them that was never drawn. Where anchors are episodes,
-        those of all items.
+        Plain numbers, always `size` and `capacity`. If items have flags and are in order of time:
+        the numbers `episodes` and `complete` (see `jrb.read.Episode`), and of complete episodes
+        `return` and `length`, each a dict of `mean`, `std`, `min` and `max`, `return` for each leaf
+        of the reward. If the sampler has priorities: such a dict `priority`. If draws are counted:
+        such a dict `draws` of the anchors (of all items if anchors are episodes), in which `never`
+        is the share that was never drawn.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -289,9 +288,9 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
 
 
 def anchors_in_order(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, ...]:
-    """Returns the anchors, int32 `[N]`; how likely each slot is, float32 `[N]`; and their number.
+    """Returns the anchors, int32 `[N]`; the probability of each at its rank; and their number.
 
-    Those beyond their number are the last one again.
+    Entries beyond that number repeat the last anchor.
     """
     return jax.device_get(_anchors(buffer, state.replace(storage=None)))
 
@@ -305,7 +304,7 @@ def _anchors(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, jax.A
 
 
 def _summary(values: Sequence | np.ndarray) -> dict[str, float]:
-    """Returns mean, std, min and max; nothing of nothing."""
+    """Returns mean, std, min and max; an empty dict if there are no values."""
     array = np.asarray(values, np.float64)
     names = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
     return {name: float(reduce(array)) for name, reduce in names.items()} if array.size else {}

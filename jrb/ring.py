@@ -1,9 +1,9 @@
 """Integer arithmetic of the ring: rows of time, slots, generations, and which slots hold items.
 
 N is the capacity, E the number of environments, R = N / E the number of rows. Row r, environment e
-is slot r * E + e, so the successor of a slot is E further on. The ring consists of S streams, and
-slot s belongs to stream s % S: S = 1 if all environments advance together, S = E if each advances
-alone, around R slots of its own. Arrays `[S]` broadcast against arrays `[E]` in both cases.
+is slot r * E + e, so the next slot of the same environment is E further on. The ring consists of S
+streams, and slot s belongs to stream s % S: S = 1 if all environments advance together, S = E if
+each advances alone, around R slots of its own. Arrays `[S]` broadcast against arrays `[E]`.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ __all__ = ["Clock", "Occupancy", "Ring", "first_places", "locate"]
 __dir__: PublicNames = lambda: __all__
 
 _FEW = 4096
-"""Constants of so many elements are NumPy arrays: XLA folds what is computed of them."""
+"""Up to this size, index arrays are NumPy constants, so that XLA folds computations with them."""
 
-_MAX_PAIRS = 512  # indices of which all pairs are compared; more are sorted
+_MAX_PAIRS = 512  # up to this many slots, all pairs are compared; more are sorted
 
 
 class Clock(pytree.State):
-    """The position of a ring in rows of time: of all environments, `[]`, or of each, `[E]`.
+    """The write position of a ring, in rows: of all environments, `[]`, or of each, `[E]`.
 
     Attributes:
         cursor: int32, the row to be written next.
-        count: int32, the rows held.
-        lap: uint32, how often the cursor came round, modulo 2^32.
+        count: int32, the number of rows held.
+        lap: uint32, how often the cursor wrapped around, modulo 2^32.
     """
 
     cursor: jax.Array = pytree.cursor()
@@ -40,7 +40,7 @@ class Clock(pytree.State):
     lap: jax.Array
 
     def summary(self, ring: "Ring") -> dict[str, str]:
-        """Returns how many items are held."""
+        """Returns the number of items held, for the `repr` of a state."""
         rows = display.host_values(self.count)
         if rows is None:
             return {}
@@ -60,12 +60,12 @@ class Ring:
         return self.rows * self.envs
 
     def start(self, *shape: int) -> Clock:
-        """Returns the clock of a ring that was never written; with E for `shape`, one for each."""
+        """Returns the clock of an empty ring: `start()` for all environments, `start(E)` each."""
         zero = jnp.zeros(shape, jnp.int32)
         return Clock(cursor=zero, count=jnp.zeros_like(zero), lap=jnp.zeros(shape, jnp.uint32))
 
     def advance(self, clock: Clock, rows: jax.Array) -> Clock:
-        """Returns the clock after `rows` more rows, int32 like its fields, at least 0."""
+        """Returns the clock after `rows` more rows were written, int32 like its fields."""
         reached = clock.cursor.astype(jnp.uint32) + rows.astype(jnp.uint32)
         kept = jnp.minimum(rows, self.rows)
         return Clock(
@@ -77,7 +77,7 @@ class Ring:
     def emptied(self, clock: Clock) -> Clock:
         """Returns the clock of the emptied ring; no older generation is ever current again."""
         return Clock(
-            # Zero, which XLA does not know to be one: a plain zero would wait for nothing.
+            # Always zero, but XLA does not know that: a constant would not wait for the clock.
             cursor=jnp.minimum(clock.cursor, 0),
             count=jnp.zeros_like(clock.count),
             lap=clock.lap + np.uint32(2),
@@ -86,7 +86,7 @@ class Ring:
     def has_lost(self, clock: Clock) -> jax.Array:
         """Returns True if rows older than those held were written, bool like the clock's fields.
 
-        A ring that was emptied and is full counts as one that lost some: that is not known.
+        Also returns True for a full ring that was emptied once, as its clock does not tell.
         """
         is_full = clock.count == self.rows
         # `emptied` adds two laps: lap 1 is reached only by a ring that was never emptied.
@@ -100,7 +100,7 @@ class Ring:
         return lax.rem(reached, np.uint32(self.rows)).astype(jnp.int32)
 
     def row_of(self, slots: jax.Array) -> jax.Array:
-        """Returns the row (int32) of each slot; or the rows of a number of slots."""
+        """Returns the row (int32) of each slot; also converts a number of slots to rows."""
         return lax.div(slots, np.int32(self.envs))
 
     def env_of(self, slots: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ class Ring:
     def row_slots(self, starts: jax.Array) -> jax.Array:
         """Returns the slots, int32 `[T, E]`, of rows that begin at `starts`, `[T]` or `[T, E]`.
 
-        N for rows that begin at N.
+        The slots of a dropped row, which begins at N, are N.
         """
         starts = starts.reshape(starts.shape[0], -1)
         slots = starts + jnp.arange(self.envs, dtype=jnp.int32)[None, :]
@@ -120,7 +120,7 @@ class Ring:
         """Returns the slot (int32) that is `steps` slots, 0 to N, further around the ring."""
         steps = steps if isinstance(steps, jax.Array) else np.asarray(steps)
         reached = slot.astype(jnp.uint32) + steps.astype(np.uint32)
-        # What would be negative is a large number here, so that the smaller one is in range.
+        # In uint32 a negative difference is a large number: the smaller one is in range.
         return lax.min(reached, lax.sub(reached, np.uint32(self.capacity))).astype(jnp.int32)
 
     def slot_before(self, slot: jax.Array, steps: jax.Array | int) -> jax.Array:
@@ -128,14 +128,15 @@ class Ring:
         return self.slot_after(slot, self.capacity - steps)
 
     def rows_near(self, slots: jax.Array, steps: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """Returns the slots that are some rows of time from others, and when they are written.
+        """Returns the slots at given distances in rows from others, and how many laps lie between.
 
         Args:
             slots: int32 `[B]`.
-            steps: int `[L]`, how many rows later, from 1 - R to R - 1.
+            steps: int `[L]`, the distances, from 1 - R to R - 1; positive ones lead to later rows.
 
         Returns:
-            int32 `[B, L]`; and uint32 `[B, L]`, modulo 2^32, by how many laps later.
+            The slots, int32 `[B, L]`; and uint32 `[B, L]`, modulo 2^32, by how many laps each was
+            written later than the slot it is counted from.
         """
         slots, steps = slots[:, None], steps[None]
         later = steps >= 0
@@ -152,8 +153,8 @@ class Ring:
     def generation(self, clock: Clock, slots: jax.Array) -> jax.Array:
         """Returns the lap (uint32) in which each slot was last written.
 
-        It changes with every overwrite, without an array to keep it: rows before the cursor were
-        written in this lap, the others in the one before.
+        It changes with every overwrite, and no array stores it: rows before the cursor were written
+        in this lap, all others in the lap before.
         """
         cursor, lap = clock.cursor, clock.lap
         if cursor.ndim:
@@ -163,12 +164,12 @@ class Ring:
         return lap - ahead.astype(jnp.uint32)
 
     def last_of_equals(self, slots: jax.Array) -> jax.Array:
-        """Returns slots, int32 `[B]`, with N in place of all but the last one of equal slots."""
-        # On the CPU they stay as they are: a scatter goes from the first to the last there.
+        """Returns slots, int32 `[B]`, for a scatter in which the last of equal slots has to win."""
+        # Not needed on the CPU: there a scatter writes in order, so the last one wins anyway.
         return lax.platform_dependent(cpu=lambda: slots, default=lambda: self.distinct(slots))
 
     def distinct(self, slots: jax.Array) -> jax.Array:
-        """Returns what `last_of_equals` does where a scatter may go in any order."""
+        """Returns slots, int32 `[B]`, in which N replaces each that occurs again later."""
         if slots.size <= _MAX_PAIRS:
             position = jnp.arange(slots.size, dtype=jnp.int32)
             later = (slots[:, None] == slots) & (position[:, None] < position)
@@ -181,15 +182,15 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Occupancy:
-    """Runs of slots around the ring, such as those that hold items, oldest first: one per stream.
+    """A run of slots in each stream of the ring, oldest first, such as the slots that hold items.
 
-    The rank of a slot is its position in the order of all slots of the runs. With one stream, that
+    The rank of a slot is its position in the order of all slots of the runs. With one stream, this
     is the order of time. With several, stream follows stream, and within a full stream the order
-    begins at row 0 of the ring: the rank of a slot then does not change when it is overwritten.
+    begins at row 0 of the ring, so that the rank of a slot does not change when it is overwritten.
 
     Attributes:
         first: int32 `[S]`, the first slot of each run.
-        count: int32 `[S]`, the slots of each run.
+        count: int32 `[S]`, the number of slots in each run.
     """
 
     first: jax.Array
@@ -214,15 +215,15 @@ class Occupancy:
         return self.count[0] if self.streams == 1 else jnp.sum(self.count, dtype=jnp.int32)
 
     def rows(self, ring: Ring) -> jax.Array:
-        """Returns the rows of each environment, int32 `[S]`."""
+        """Returns the number of rows of each stream, int32 `[S]`."""
         return lax.div(self.count, np.int32(ring.envs // self.streams))
 
     def next_row(self, ring: Ring) -> jax.Array:
-        """Returns the row behind the newest one, int32 `[S]`."""
+        """Returns the row that follows the newest row of each stream, int32 `[S]`."""
         return ring.row_of(ring.slot_after(self.first, self.count * self.streams))
 
     def newest(self, ring: Ring) -> jax.Array:
-        """Returns the newest slot of each environment, int32 `[E]`; any where there is none."""
+        """Returns the newest slot of each environment, int32 `[E]`; any slot if it has none."""
         width, env = ring.envs // self.streams, np.arange(ring.envs, dtype=np.int32)
         offset = jnp.maximum(self.count - width, 0) + env // self.streams
         return ring.slot_after(self.first, offset * self.streams)
@@ -234,11 +235,11 @@ class Occupancy:
         return jnp.where(offset < self.count, ring.slot_after(self.first, steps), ring.capacity)
 
     def from_oldest(self, ring: Ring) -> jax.Array:
-        """Returns all slots of the ring from the oldest row on, int32 `[R, E]`, also empty ones."""
+        """Returns all slots of the ring, int32 `[R, E]`, from the oldest row on, empty ones too."""
         return ring.slot_after(self.first, self._offsets_of_rows(ring, ring.rows) * self.streams)
 
     def _offsets_of_rows(self, ring: Ring, most: int) -> Any:
-        """Returns how far behind its run's first each slot of `most` rows is, `[most, E]`."""
+        """Returns the position in its run of each slot in the first `most` rows, `[most, E]`."""
         width, env = ring.envs // self.streams, np.arange(ring.envs, dtype=np.int32)
         return first_places(most)[:, None] * width + env // self.streams
 
@@ -249,16 +250,16 @@ class Occupancy:
         return jnp.where(step < self.count, slots, ring.capacity)
 
     def holds(self, ring: Ring, slots: jax.Array) -> jax.Array:
-        """Returns which of these slots (all in range) are in a run, bool."""
+        """Returns True for slots that are in a run, bool; all slots must be in [0, N)."""
         return self._offset(ring, slots, self.first) < self._of_stream(self.count, slots)
 
     def before(self, ring: Ring, slots: jax.Array) -> jax.Array:
-        """Returns the number of rows of its environment before each slot, int32."""
+        """Returns the number of rows before each slot in its environment, int32."""
         offset = self._offset(ring, slots, self.first)
         return lax.div(offset, np.int32(ring.envs // self.streams))
 
     def after(self, ring: Ring, slots: jax.Array) -> jax.Array:
-        """Returns the rows of its environment after each slot, int32; negative beyond the end."""
+        """Returns the number of rows after each slot in its environment; below 0 past the end."""
         behind = self._of_stream(self.count, slots) - 1 - self._offset(ring, slots, self.first)
         width, length = ring.envs // self.streams, ring.capacity // self.streams
         return lax.div(behind + length, np.int32(width)) - ring.rows  # `div` rounds towards 0
@@ -280,22 +281,22 @@ class Occupancy:
         return ring.slot_after(self._order_start(ring)[stream], offset * self.streams)
 
     def _order_start(self, ring: Ring) -> jax.Array:
-        """Returns the slot of each stream that has its lowest rank, int32 `[S]`."""
+        """Returns the slot with the lowest rank in each stream, int32 `[S]`."""
         is_full = self.count >= ring.capacity // self.streams
         return jnp.where(is_full, lax.rem(self.first, np.int32(self.streams)), self.first)
 
     def _of_stream(self, values: jax.Array, slots: jax.Array) -> jax.Array:
-        """Returns of values `[S]` the one for the stream of each slot."""
+        """Returns the entry of `values`, `[S]`, for the stream of each slot."""
         return values[0] if self.streams == 1 else values[lax.rem(slots, np.int32(self.streams))]
 
     def _offset(self, ring: Ring, slots: jax.Array, starts: jax.Array) -> jax.Array:
-        """Returns how many slots of its stream each is behind that in `starts`, int32 `[S]`."""
+        """Returns the distance of each slot, in slots of its stream, from the stream's `starts`."""
         steps = ring.slot_after(slots, ring.capacity - self._of_stream(starts, slots))
         return steps if self.streams == 1 else lax.div(steps, np.int32(self.streams))
 
     def moved(self, ring: Ring, expired: jax.Array, passed: jax.Array) -> "Occupancy":
-        """Returns the runs after `expired` rows left and `passed` came, int32 `[S]`."""
-        # Its environment stays: a stream moves on by whole rows.
+        """Returns the runs after `expired` rows left and `passed` rows were added, int32 `[S]`."""
+        # A run moves by whole rows, so its first slot stays in the same environment.
         row = ring.row_after(ring.row_of(self.first), expired)
         return Occupancy(
             first=row * ring.envs + ring.env_of(self.first),
@@ -308,7 +309,7 @@ class Occupancy:
 
 
 def locate(counts: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Finds ranks among groups that follow one another.
+    """Finds the group of each rank, where ranks count through consecutive groups.
 
     Args:
         counts: int32 `[G]`, the sizes of the groups.

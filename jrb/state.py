@@ -1,4 +1,4 @@
-"""The state of a buffer, a batch, and the protocol of descriptions."""
+"""The state of a buffer, the sample, and the protocol of descriptions."""
 
 import dataclasses
 import functools
@@ -23,18 +23,17 @@ class BufferState(pytree.State):
     """All arrays of a buffer. N capacity, E environments.
 
     Attributes:
-        storage: the items. Of `DeviceStorage` their pytree with leaves `[N, ...]`, or, where small
-            leaves are packed in one array, an object that gives these by their names; `.leaves`
-            is the pytree, a copy.
+        storage: the items. For `DeviceStorage`, a pytree with leaves `[N, ...]`; or, if small
+            leaves are packed into one array, an object that returns leaves by name, with this
+            pytree, a copy, as `.leaves`.
         writer: the position of the next row; for `RoundRobin` a `jrb.ring.Clock`.
         sampler: the state of the sampler.
         unit: the state of the unit.
         transforms: a tuple of the states of the transforms that have one.
-        edits: uint32 `[]`, another number after each edit of items where they lie.
-        numbers: integers `[E]`, the number of its episode that each environment's newest row has;
-            None unless `Keys.episode` names it and the unit, or a transform that learns, looks at
-            ends.
-        ring: the shape of the ring that it was made for; no array.
+        edits: uint32 `[]`, which changes whenever stored items are edited.
+        numbers: integers `[E]`, the episode number of each environment's newest row; None unless
+            `Keys.episode` names such a leaf, and the unit or a transform with a state uses ends.
+        ring: the shape of the ring that the state was made for; not an array.
     """
 
     storage: Any
@@ -47,7 +46,7 @@ class BufferState(pytree.State):
     ring: Ring | None = pytree.static(default=None)
 
     def __len__(self) -> int:
-        """Raises: the number of items is an array, which `size` gives."""
+        """Raises TypeError: the number of items is an array, which `ReplayBuffer.size` returns."""
         raise TypeError(
             "len(state): expected buffer.size(state), which gives the transitions that it holds, "
             "and buffer.capacity, which gives those that it has room for."
@@ -63,7 +62,7 @@ class BufferState(pytree.State):
         return display.html(self, self._title(), self._facts())
 
     def _title(self) -> str:
-        """Name and memory: of arrays, and of the rows of a storage on the host."""
+        """Returns the class name and the memory of arrays, and of rows on the host."""
         arrays = [leaf for leaf in jax.tree.leaves(self) if pytree.is_array(leaf)]
         title = f"{type(self).__name__}, {wording.bytes_text(pytree.nbytes(arrays))}"
         host_bytes = self.storage.host_bytes if isinstance(self.storage, HostState) else 0
@@ -80,26 +79,27 @@ class BufferState(pytree.State):
 
 
 class Sample(pytree.State):
-    """One batch. B batch, L window.
+    """A sampled batch. B batch size, L window length.
+
 
     Attributes:
         data: the items, leaves `[B, ...]` or `[B, L, ...]`.
         indices: int32 `[B]`, the slots of the anchors.
-        probabilities: float32 `[B]`, with which each anchor was drawn; 0 where nothing was.
-        weights: float32 `[B]`, importance weights; 1 where they mean nothing, 0 where nothing was
-            drawn.
-        mask: bool `[B]` or `[B, L]`, which entries are real.
+        probabilities: float32 `[B]`, the probability with which each anchor was drawn; 0 if nothing
+            was drawn.
+        weights: float32 `[B]`, importance weights; 1 without priorities, 0 where nothing was drawn.
+        mask: bool `[B]` or `[B, L]`, True for real entries, False for padding.
         info: a dict of arrays, which depends on the unit. With a `jrb.Mixture`, `sampler`, int32
             `[B]`, is the number of the sampler that drew each anchor; with `count_draws=True`,
             `draws`, int32 `[B]`, is how often each item was drawn before.
-        stamp: uint32 `[B]`, tells later whether a slot still holds the same item.
-        origin: a text that names the description by which it was drawn; no array. Methods refuse a
-            sample of another description. None, for a sample that was put together by hand, or
-            after `sample.replace(origin=None)`, leaves it to the caller.
+        stamp: uint32 `[B]`, the generation of each slot, which shows later if it holds another
+            item.
+        origin: a text that identifies the description that drew the sample; not an array. Methods
+            refuse samples of another description. None, for samples made by hand or after
+            `sample.replace(origin=None)`, switches this check off.
 
-    Buffers with equal parts, capacity and keys have equal origins, whatever their storage, batch
-    size and transforms: of two such buffers, such as agents under `vmap`, nothing tells whose
-    sample it is.
+    Buffers with equal capacity, sampler, unit, writer and keys have the same origin, whatever their
+    storage, batch size and transforms: a method cannot refuse a sample of another such buffer.
     """
 
     data: Any
@@ -137,10 +137,10 @@ class Sample(pytree.State):
 def origin_of(buffer: "Buffer") -> str:
     """Returns the `origin` of samples, such as "ReplayBuffer(capacity=64) 5f0a6c9d81e2".
 
-    Equal descriptions have the same one, in every process and after pickling. Functions count by
-    their names: a lambda that is made again in each call of a function is the same one.
+    Equal descriptions have equal origins, in every process and after pickling. Functions are
+    compared by their names: all lambdas that one function makes are equal.
     """
-    # Without the fields that say nothing of what a slot is, or of which slots are drawn.
+    # Without the fields that affect neither what is in a slot nor which slots are drawn.
     left_out = ("batch_size", "transforms", "storage", "min_size", "cast")
     names = [field.name for field in dataclasses.fields(buffer) if field.name not in left_out]
     values = tuple(getattr(buffer, name) for name in names)
@@ -173,12 +173,12 @@ def _value_text(value: Any) -> str:
 
 
 def _class_name(value: Any) -> str:
-    """Returns the name of its class; of a private class, that of its first public base."""
+    """Returns the name of the value's class; if private, that of its first public base."""
     return next(cls.__name__ for cls in type(value).__mro__ if not cls.__name__.startswith("_"))
 
 
 def check_origin(verb: str, sample: Sample, origin: str) -> None:
-    """Raises if a sample was drawn by another description than the one of this origin."""
+    """Raises ValueError if the sample was drawn by a description with another origin."""
     if sample.origin not in (None, origin):
         raise ValueError(
             f"{verb}: expected a Sample that this buffer drew, {origin}, got one of "
@@ -188,11 +188,11 @@ def check_origin(verb: str, sample: Sample, origin: str) -> None:
 
 
 Device = jax.sharding.Sharding | BufferState | Any | None  # type checkers know no jax.Device
-"""Where arrays are put: a device, a sharding, a state of shardings, or the default device."""
+"""The place for arrays: a device, a sharding, a state of shardings; None for the default device."""
 
 
 class Buffer(Protocol):
-    """A description, as `jrb.ReplayBuffer` documents it, for those who work below it."""
+    """The fields and methods of `jrb.ReplayBuffer` that the modules which it imports use."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     capacity: Final[int]
@@ -212,5 +212,5 @@ class Buffer(Protocol):
         ...
 
     def size(self, state: BufferState) -> jax.Array:
-        """The transitions held, int32 `[]`."""
+        """Returns the number of transitions held, int32 `[]`."""
         ...

@@ -10,13 +10,13 @@ Example:
     >>> sum_tree.find(tree, jnp.array([0.5, 1.0, 3.9])).tolist()
     [0, 3, 3]
 
-How it is laid out: a node has b children, enough that one row gather reads them all. All levels lie
-in one array, top first. The top has T <= b nodes, at b - T to b - 1, behind neutral ones, so that
-it is a row like any other; every level begins on a row. The children of node s are
+Layout: each node has b children, which one gather of a row reads. All levels are in one array, the
+top level first. It has T <= b nodes, at b - T to b - 1 after neutral nodes, so that it is a row of
+b nodes like any other; every level begins at a row. The children of node s are
 b * (s + 1 + T - b) and the b - 1 that follow, on every level, so that one loop body serves all.
 
-A parent is always reduced from its children, from the first to the last, and never adjusted by a
-difference: nothing drifts, and a mass that is removed leaves nothing behind.
+A parent is always computed from its children, from the first to the last, and never adjusted by a
+difference: errors do not accumulate, and a mass that is removed leaves no remainder.
 
 Reference: Schaul et al., 2016, "Prioritized experience replay", appendix B.2.1.
 """
@@ -66,16 +66,16 @@ __all__ = [
 __dir__: PublicNames = lambda: __all__
 
 SMALLEST = float(np.finfo(np.float32).tiny)
-"""2^-126, the least number that arithmetic keeps."""
+"""2^-126, the least positive float32 that XLA does not flush to 0."""
 LARGEST = float(np.finfo(np.float32).max)
 """The neutral element of minima: an infinity would stop programs under `jax_debug_infs`."""
 
 _BRANCHING = {"cpu": 8}  # the fastest by backend, where it was measured
 _OTHER_BRANCHING = 32  # elsewhere: three levels fewer to launch at a million leaves
 
-_REDRAW = 2048  # nodes of a level: float32 is too coarse to follow a mass any further
-_MANY = 1024  # of so large an update, short levels are reduced whole
-_SHORT = 8  # the ancestors of up to that many neighbours are reduced one by one
+_REDRAW = 2048  # nodes of a level from which on float32 is too coarse to follow a mass
+_MANY = 1024  # leaves of an update from which on short levels are reduced whole
+_SHORT = 8  # up to this many neighbouring leaves, their ancestors are reduced one by one
 
 _REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"sum": lax.add, "min": lax.min}
 _NEUTRAL = {"sum": 0.0, "min": LARGEST}
@@ -88,12 +88,12 @@ _NEUTRAL = {"sum": 0.0, "min": LARGEST}
 )
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """N leaves, and over them the levels of their reductions.
+    """A tree of N leaves, and the levels of their reductions above them.
 
     Attributes:
         nodes: float32 `[M]`, all levels, top first, the leaves last.
-        capacity: N.
-        branching: b, the children of a node.
+        capacity: N, the number of leaves.
+        branching: b, the number of children of a node.
         reduction: "sum" or "min".
     """
 
@@ -112,7 +112,7 @@ class Tree:
 
     @property
     def leaf(self) -> int:
-        """The node of leaf 0."""
+        """The index of the node that is leaf 0."""
         return self.start(self.depth)
 
     @property
@@ -139,11 +139,11 @@ class Tree:
         return self.branching - top + top * (self.branching**level - 1) // (self.branching - 1)
 
     def width(self, level: int) -> int:
-        """Returns how many nodes of a level stand over leaves."""
+        """Returns the number of nodes of a level that have leaves below them."""
         return -(-self.capacity // self.branching ** (self.depth - level))
 
     def replace(self, nodes: jax.Array) -> "Tree":
-        """Returns the tree of the same shape over other nodes."""
+        """Returns a tree of the same shape with other nodes."""
         return dataclasses.replace(self, nodes=nodes)
 
 
@@ -155,12 +155,12 @@ def init(capacity: int, branching: int | None = None) -> Tree:
 
     Args:
         capacity: N, at least 1.
-        branching: the children of a node, a power of two from 2 to 128; None for the fastest on
-            this backend.
+        branching: the number of children of a node, a power of two from 2 to 128; None for the
+            fastest on this backend.
 
     Raises:
-        TypeError: a capacity that is no integer.
-        ValueError: a capacity or branching out of range.
+        TypeError: `capacity` is not an integer.
+        ValueError: `capacity` or `branching` is out of range.
     """
     checks.count("capacity", capacity)
     return neutral(capacity, "sum", branching)
@@ -184,8 +184,8 @@ def get(tree: Tree, indices: jax.Array) -> jax.Array:
     """Returns the masses of these leaves, float32 like `indices`: integers `[...]`, in [0, N).
 
     Raises:
-        TypeError: indices that are no integers.
-        ValueError: one that is out of range (only outside `jit`; inside, it is clipped).
+        TypeError: the indices are not integers.
+        ValueError: an index is out of range (only outside `jit`; inside, it is clipped).
     """
     indices = checks.indices("sum_tree.get", indices)
     checks.in_range("sum_tree.get", indices, tree.capacity)
@@ -194,21 +194,21 @@ def get(tree: Tree, indices: jax.Array) -> jax.Array:
 
 
 def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
-    """Sets leaves; the last one wins where an index stands twice.
+    """Sets the masses of leaves; if an index occurs twice, its last mass counts.
 
     Args:
-        tree: N leaves. It may be donated.
-        indices: integers `[B]`. Those outside [0, N) are left out.
-        masses: real numbers `[B]`, used as float32. Those that are negative, NaN or infinite are
-            left out: the leaf stays as it was. Those whose sum could be infinite are lowered, and
-            positive ones that arithmetic would take for 0 are raised (see `bounded`).
+        tree: N leaves; it may be donated.
+        indices: integers `[B]`; those outside [0, N) are ignored.
+        masses: real numbers `[B]`, used as float32. If one is negative, NaN or infinite, the leaf
+            keeps its old mass. Those whose sum could be infinite are lowered, and positive ones
+            that arithmetic would take for 0 are raised (see `bounded`).
 
     Returns:
         The new tree. The cost grows with B and log N.
 
     Raises:
-        TypeError: indices that are no integers, or masses that are no real numbers.
-        ValueError: arrays that are not of one shape `[B]`.
+        TypeError: the indices are not integers, or the masses are not real numbers.
+        ValueError: the arrays do not have one shape `[B]`.
     """
     indices = checks.indices("sum_tree.update", indices)
     masses = checks.real_numbers("sum_tree.update: masses", masses)
@@ -231,19 +231,19 @@ def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
 
 
 def find(tree: Tree, mass: jax.Array) -> jax.Array:
-    """Returns the leaves at these points of the line on which all masses lie end to end.
+    """Returns the leaves at points of a line on which the masses of all leaves follow one another.
 
     Args:
         tree: N leaves.
-        mass: real numbers `[...]`, used as float32, in [0, total). Points beyond either end get the
-            nearest leaf of positive mass.
+        mass: real numbers `[...]`, used as float32, in [0, total): the points. Those beyond an end
+            get the nearest leaf of positive mass.
 
     Returns:
         int32 like `mass`: the first i with `mass` below the sum of the leaves 0 to i. A leaf of
-        mass 0 is never found, unless all are: then it is leaf 0.
+        mass 0 is never returned, unless all have mass 0: then leaf 0 is.
 
     Raises:
-        TypeError: points that are no real numbers.
+        TypeError: `mass` has no real numbers.
     """
     mass = checks.real_numbers("sum_tree.find: mass", mass)
     return _find(tree, mass.reshape(-1)).reshape(mass.shape)
@@ -263,16 +263,16 @@ def sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool = True)
         tree: N leaves.
         key: a PRNG key. It is consumed.
         batch_size: B.
-        stratified: one draw from each of B equal parts of the total, which lowers the variance;
-            else B independent draws. Among 2^14 leaves and more, a part ends somewhere in a node of
-            1 / 2048 of the leaves or less: there a draw may fall into its neighbour, which keeps
-            the probability of every leaf exact.
+        stratified: if True, one draw from each of B equal parts of the total mass, which lowers the
+            variance; else B independent draws. With 2^14 leaves or more, a part can end inside a
+            node of up to 1 / 2048 of the leaves: there a draw may fall into the next part. The
+            probability of every leaf stays exact.
 
     Returns:
-        int32 `[B]`. If no leaf has mass, all are equally likely.
+        int32 `[B]`, the drawn leaves. If no leaf has mass, all are equally likely.
 
     Raises:
-        TypeError, ValueError: no key, or no positive batch size.
+        TypeError, ValueError: `key` is not a PRNG key, or `batch_size` is not positive.
     """
     checks.key(key)
     checks.count("batch_size", batch_size)
@@ -294,11 +294,11 @@ def _sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool) -> ja
 def draw(
     tree: Tree, key: jax.Array, batch_size: int, stratified: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Draws leaves as `sample` does, and returns the numbers behind the draw.
+    """Draws leaves as `sample` does; returns also their masses and the random bits.
 
     Returns:
         The random bits, uint32 `[2, B]`; the leaves, int32 `[B]`; their masses, float32 `[B]`; the
-        total, float32 `[]`. If that is 0, the leaves and their masses mean nothing.
+        total, float32 `[]`. If the total is 0, leaves and masses have no meaning.
     """
     words, mass = dependencies.evaluate_once(
         lambda: (
@@ -315,15 +315,15 @@ def draw(
 
 
 def bounded(tree: Tree, masses: jax.Array, positive: jax.Array | None = None) -> jax.Array:
-    """Returns masses, none so large that the sum of N is beyond 2^125, nor too small to be drawn.
+    """Returns masses limited so that N of them add up to at most 2^125, and none is lost as 0.
 
-    A larger sum would be finite still, but not its inverse, which a compiler may divide by. A
-    positive mass below 2^-126 counts as 0 in arithmetic: it becomes 2^-126.
+    A larger sum would be finite, but its inverse is flushed to 0, and a compiler may use the
+    inverse to divide. Arithmetic takes a positive mass below 2^-126 for 0, so it is raised to that.
 
     Args:
         tree: N leaves.
         masses: at least 0.
-        positive: bool, the masses that are not 0; None for those that have a bit set.
+        positive: bool, True for masses above 0; None to find them by their bits.
     """
     positive = is_positive(masses) if positive is None else positive
     masses = jnp.where(positive, jnp.maximum(masses, SMALLEST), masses)
@@ -336,7 +336,7 @@ def is_positive(numbers: jax.Array) -> jax.Array:
 
 
 def neutral(capacity: int, reduction: str, branching: int | None = None) -> Tree:
-    """Returns a tree whose leaves are all neutral: 0, or `LARGEST` of minima."""
+    """Returns a tree with neutral leaves: 0 for "sum", `LARGEST` for "min"."""
     if branching is None:
         branching = _BRANCHING.get(jax.default_backend(), _OTHER_BRANCHING)
     if capacity < 1:
@@ -353,14 +353,14 @@ def neutral(capacity: int, reduction: str, branching: int | None = None) -> Tree
             f"nodes than int32 can number, got {capacity}. Use several buffers."
         )
     shape = Tree(jnp.zeros(0, jnp.float32), capacity, branching, reduction)
-    # A whole last row, so that the gather of a node never reaches over the end.
+    # The last row is whole, so that the gather of a node's children stays in the array.
     padded = -(-capacity // branching) * branching if shape.depth else capacity
     return shape.replace(jnp.full(shape.leaf + padded, _NEUTRAL[reduction], jnp.float32))
 
 
 @functools.cache
 def _most_leaves(branching: int) -> int:
-    """Returns the most leaves whose nodes, more than b / (b - 1) a leaf, int32 can number."""
+    """Returns the greatest number of leaves for which int32 can number all nodes."""
     nodes = lambda capacity: Tree(jnp.zeros(0), capacity, branching, "sum").leaf + capacity
     few, many = 1, 2**31 - 1
     while few < many:
@@ -370,13 +370,13 @@ def _most_leaves(branching: int) -> int:
 
 
 def cleared(tree: Tree, token: jax.Array) -> Tree:
-    """Returns the tree with all leaves neutral, in its own memory, after the token."""
+    """Returns the tree with neutral leaves, written in place once `token` is known."""
     return tree.replace(dependencies.overwrite(tree.nodes, _NEUTRAL[tree.reduction], token))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def over(capacity: int, branching: int, reduction: str, values: jax.Array) -> Tree:
-    """Returns a tree over leaves, float32 `[..., N]`; axes before the last are those of `vmap`."""
+    """Returns a tree with these leaves, float32 `[..., N]`; other axes are as under `vmap`."""
     make = lambda values: set_all(neutral(capacity, reduction, branching), values)
     for _ in values.shape[:-1]:
         make = jax.vmap(make)
@@ -394,12 +394,12 @@ def root(tree: Tree) -> jax.Array:
 
 
 def leaf_values(tree: Tree) -> jax.Array:
-    """Returns all leaves, float32 `[N]`; with axes before that, if `vmap` has put some."""
+    """Returns all leaves, float32 `[N]`, or `[..., N]` for trees that `vmap` made."""
     return tree.nodes[..., tree.leaf : tree.leaf + tree.capacity]
 
 
 def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
-    """Returns the least leaf of a "min" tree, float32 `[]`, and the first index of it, int32."""
+    """Returns the least leaf of a "min" tree, float32 `[]`, and its first index, int32 `[]`."""
     least = root(tree)
     row = dependencies.materialize(lambda: tree.nodes[: tree.branching])
     node = jnp.argmin(row).astype(jnp.int32)
@@ -417,13 +417,13 @@ def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
 def set_leaves(
     tree: Tree, index: jax.Array, values: jax.Array, counts: tuple[int, ...] | None = None
 ) -> Tree:
-    """Sets leaves, and reduces what stands over them.
+    """Sets leaves and computes their ancestors again.
 
     Args:
         tree: N leaves.
-        index: integers `[B]`; those outside [0, N) are left out.
-        values: float32 `[B]`, equal where indices are, or from `gather.put_last`.
-        counts: of elements that are set before those that follow; None for all at once.
+        index: integers `[B]`; those outside [0, N) are ignored.
+        values: float32 `[B]`; equal at equal indices, or from `gather.put_last`.
+        counts: the sizes of groups of elements, each set before the next; None for one group.
     """
     index = index.astype(jnp.uint32)  # a negative one is a large number here
     beyond = np.uint32(tree.nodes.size)
@@ -466,8 +466,8 @@ def _columns(rows: jax.Array) -> list[jax.Array]:
 def _running(tree: Tree, rows: jax.Array) -> list[jax.Array]:
     """Returns the reductions of the first 1, 2, ... children of each row `[..., b]`.
 
-    One child after the other: `cumsum` and dots of rows are slower, and a node equals the last of
-    these bit for bit wherever they are formed again.
+    Children are added one by one: `cumsum` and dot products are slower, and in this order a node
+    has the same bits wherever it is computed again.
     """
     return list(itertools.accumulate(_columns(rows), _REDUCE[tree.reduction]))
 
@@ -478,9 +478,9 @@ def reduce_rows(tree: Tree, rows: jax.Array) -> jax.Array:
 
 
 def _reduce_above(tree: Tree, node: jax.Array) -> Tree:
-    """Reduces the ancestors of leaves, given by their nodes, uint32 `[B]`; others are ignored."""
-    # Of many leaves, levels near the top that are hardly longer are reduced whole: 1.6 times as
-    # fast for 4096 of a million. For few it would gain less than it takes to compile.
+    """Computes again the ancestors of leaves, whose nodes are uint32 `[B]`; ignores other nodes."""
+    # For many leaves, levels near the top that are hardly longer are reduced whole: 1.6 times as
+    # fast for 4096 of a million. For few leaves, compiling this would cost more than it gains.
     longest = 2 * node.size if node.size >= _MANY else 0
     whole = sum(tree.width(level) <= longest for level in range(tree.depth))
     anywhere = np.uint32(tree.leaf)  # for nodes that do not exist
@@ -509,19 +509,19 @@ def _reduce_above(tree: Tree, node: jax.Array) -> Tree:
 
 
 def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Goes from the top to the leaves: at each node to the child that the mass falls in.
+    """Follows each mass from the top to a leaf: at each node, to the child that contains it.
 
     Args:
         tree: N leaves.
-        mass: float32 `[B]`.
-        again: float32 `[B]` in [0, 1), fresh random numbers. A float32 cannot address 10^7 leaves,
-            so one level draws its position inside the node again, which leaves every probability as
-            it is. None to follow `mass` to the end.
+        mass: float32 `[B]`, points in [0, total).
+        again: fresh random numbers, float32 `[B]` in [0, 1). A float32 cannot address 10^7 leaves,
+            so one level draws its position inside the node again, which keeps every probability.
+            None to follow `mass` to the end.
 
     Returns:
         The leaves, int32 `[B]`, and their masses, float32 `[B]`.
     """
-    # The first level too long for a float32 to address: below it, positions are drawn anew.
+    # The first level too long for a float32 to address: there, positions are drawn again.
     fresh = next((level for level in range(tree.depth) if tree.width(level) >= _REDRAW), None)
 
     def step(_: jax.Array, packed: jax.Array, rows_at: Callable) -> jax.Array:
@@ -529,25 +529,25 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
         first = above << np.uint32(tree.bits)  # as `children`
         sums = _running(tree, rows_at(tree.nodes, first))
         if again is not None and fresh is not None:
-            # Not by the number of the step: XLA copies that at each one which uses it.
+            # Not by the number of the step, which XLA would copy at each step that uses it.
             start, end = (tree.start(level) - tree.above_top for level in (fresh, fresh + 1))
             is_fresh = above - np.uint32(start & 0xFFFFFFFF) < end - start
             mass = jnp.where(is_fresh, again * sums[-1], mass)
         child, below = jnp.zeros(mass.shape, jnp.uint32), jnp.zeros_like(mass)
         for upto in sums[:-1]:
             # Rounding can leave a mass that reaches the sum of the row: it gets the last child that
-            # adds to the sum, so that a child of mass 0 is never picked. By `lax`, as so many
-            # operators take longer to trace than all else of a draw.
+            # adds to the sum, so that a child of mass 0 is never picked. Functions of `lax`, as
+            # tracing this many operators would take longer than the rest of a draw.
             further = lax.bitwise_and(lax.ge(mass, upto), lax.lt(upto, sums[-1]))
             child = lax.add(child, lax.convert_element_type(further, jnp.uint32))
             below = lax.select(further, upto, below)
         return pack(mass - below, first + child - np.uint32(tree.above_top))
 
-    # Mass and node as one complex64: XLA's CPU compiler computes two results in two passes, in each
-    # of which it sums the rows anew; the two halves of one result it computes in one.
+    # Mass and node as one complex64: XLA's CPU compiler computes two results in two passes, each of
+    # which sums the rows, but the two halves of one result in one pass.
     pack = lambda mass, node: lax.complex(mass, lax.bitcast_convert_type(node, jnp.float32))
-    # Nodes are counted from the one over the top, whose children are the top, so that one step
-    # serves all levels. That one is 0 in every tree: other small integers are denormal floats here,
+    # Nodes are counted from a virtual one above the top, whose children are the top, so that one
+    # step serves all levels. It is 0 in every tree: other small integers are denormal floats here,
     # and XLA's CPU compiler takes such constants of two trees in one program for the same number.
     above = jnp.zeros(mass.shape, jnp.uint32)
     packed, rows = gather.loop(

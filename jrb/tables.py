@@ -2,14 +2,14 @@
 
 K items, N capacity, E environments.
 
-Columns are, oldest item first: `slot`; with a writer that keeps the order of time `environment`;
-where episodes are known `episode`, its number in `jrb.episodes`, and `step`, the item's place in
-what is held of it; with a sampler that has priorities `priority`; and the leaves of items under
-their names, `next/reward`, `.` for items that are one array. A leaf with the name of a column
-above is called `item/step`.
+Rows go from the oldest item to the newest. The columns are `slot`; `environment`, if the writer
+keeps the order of time; `episode`, its number in `jrb.episodes`, and `step`, the position among the
+held rows of the episode, if episodes are known; `priority`, if the sampler has priorities; and the
+leaves of items under their names, such as `next/reward`, or `.` for items that are one array. A
+leaf called like a column before these, such as `step`, is the column `item/step`.
 
-No value is lost. A dtype that tables do not have becomes one that has all its values: bfloat16,
-float8 and the like as float32, integers of a few bits as ones of 8, PRNG keys as their words.
+No value is lost. A dtype that tables do not have is converted to one with all its values: bfloat16
+and float8 to float32, integers of less than 8 bits to 8 bits, PRNG keys to their uint32 words.
 """
 
 from typing import Any
@@ -31,23 +31,23 @@ Columns = dict[str, np.ndarray]
 def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -> Any:
     """Returns all items, oldest first, as a table of Arrow; see `jrb.tables` for its columns.
 
-    Leaves of several numbers are fixed-shape tensors; complex numbers are tensors with a last axis
-    of real and imaginary parts. A field whose type is not the leaf's own has that in its metadata
-    as `jrb.dtype`, such as `bfloat16`, `complex64` or `key:threefry2x32`. Parquet cannot read back
+    Leaves with axes are fixed-shape tensors; complex numbers get a last axis of real and imaginary
+    parts. If the type of a field is not the leaf's dtype, the field's metadata has that as
+    `jrb.dtype`, such as `bfloat16`, `complex64` or `key:threefry2x32`. Parquet cannot read back
     tensors without numbers, of shape `[0]`.
 
     Args:
         buffer: the description.
         state: is only read, some megabytes at a time.
-        chunks: the number of rows at a time, for more than memory holds; None for all at once.
+        chunks: the number of rows in a batch, if not all fit into memory; None for all at once.
 
     Returns:
-        A `pyarrow.Table`, whose chunks are some megabytes; or a `pyarrow.RecordBatchReader`, which
-        reads each batch when it is asked for.
+        A `pyarrow.Table` in chunks of some megabytes; or, with `chunks`, a
+        `pyarrow.RecordBatchReader`, which reads each batch when it is asked for.
 
     Raises:
-        TypeError: a `Mix`, or objects.
-        ValueError: states under vmap; two leaves of one name.
+        TypeError: the buffer is a `Mix`, or its items are objects.
+        ValueError: states are batched by `vmap`, or two leaves have the same name.
         ModuleNotFoundError: pyarrow is not installed.
 
     Example:
@@ -94,10 +94,10 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
 
 
 def to_pandas(buffer: ReplayBuffer, state: BufferState) -> Any:
-    """Returns all items, oldest first, as a frame of pandas; see `jrb.tables` for its columns.
+    """Returns all items, oldest first, as a pandas frame; see `jrb.tables` for its columns.
 
-    Numbers are columns of their dtype. Where a leaf has several numbers, or words of a PRNG key,
-    the column holds an array of NumPy `[...]` in each row. Objects are the column `item`.
+    A leaf of one number is a column of its dtype. A leaf with axes, or of PRNG keys, is a column
+    that has a NumPy array `[...]` in each row. Objects are in the column `item`.
 
     Args:
         buffer: the description.
@@ -107,8 +107,8 @@ def to_pandas(buffer: ReplayBuffer, state: BufferState) -> Any:
         A `pandas.DataFrame` of K rows, numbered from 0.
 
     Raises:
-        TypeError: a `Mix`.
-        ValueError: as `to_arrow`.
+        TypeError: the buffer is a `Mix`.
+        ValueError: as for `to_arrow`.
         ModuleNotFoundError: pandas is not installed.
 
     Example:
@@ -129,13 +129,13 @@ def to_pandas(buffer: ReplayBuffer, state: BufferState) -> Any:
 
 
 def _facts(who: str, buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, Columns]:
-    """Returns the slots that hold items, oldest first; and the columns that are not of items."""
+    """Returns the slots that hold items, oldest first; and the columns that are not leaves."""
     slots = read.held_slots(buffer, state, who)
     facts = {"slot": slots}
     if buffer.writer.is_chronological:
         facts["environment"] = slots % buffer.ring.envs
     if read.has_episodes(buffer, state):
-        # By slot, as episodes name slots in an order of their own.
+        # Indexed by slot, as episodes are not in the order of `slots`.
         number, step = np.zeros((2, buffer.capacity), np.int32)
         for count, each in enumerate(read.episodes(buffer, state)):
             number[each.slots], step[each.slots] = count, np.arange(len(each), dtype=np.int32)
@@ -146,7 +146,7 @@ def _facts(who: str, buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarr
 
 
 def _column_names(spec: Item) -> list[str]:
-    """Returns the name of the column of each leaf."""
+    """Returns the column name of each leaf."""
     ours = ("slot", "environment", "episode", "step", "priority")
     names = [f"item/{name}" if name in ours else name for name in pytree.leaf_names(spec)]
     if len(set(names)) < len(names):
@@ -165,7 +165,7 @@ def _leaves(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Colu
 
 
 def _plain(dtype: DType) -> np.dtype:
-    """Returns the dtype of NumPy that holds the values of another in a table."""
+    """Returns the NumPy dtype that stands in a table for `dtype`, with all its values."""
     dtype = np.dtype(dtype)
     # 1: a dtype that NumPy itself has, which Arrow and pandas know too.
     if dtype.isbuiltin == 1:
@@ -196,7 +196,7 @@ def _arrow_array(pa: Any, kind: Any, leaf: np.ndarray) -> Any:
 
 
 def _real_parts(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
-    """Returns the dtype and shape of an array whose complex numbers are pairs."""
+    """Returns dtype and shape of an array after complex numbers became pairs of real ones."""
     if dtype.kind != "c":
         return dtype, shape
     return np.dtype(f"f{dtype.itemsize // 2}"), (*shape, 2)

@@ -1,6 +1,6 @@
-"""Checks of the contracts for any buffer, with parts of your own or of jrb.
+"""Checks that a buffer, with parts of jrb or of your own, keeps the contracts of its parts.
 
-A sampler, unit, writer or storage is checked in the buffers that have it.
+To check a sampler, unit, writer or storage, check buffers that use it.
 
 Example:
     >>> import jax.numpy as jnp, jrb
@@ -43,12 +43,12 @@ Step = Callable[[ReplayBuffer, BufferState, jax.Array, jax.Array], tuple[BufferS
 
 
 def conform(make: Make, example: Item) -> None:
-    """Checks that a buffer keeps the contracts that do not depend on what it samples.
+    """Checks that a buffer keeps the contracts that are common to all buffers.
 
     Args:
         make: a function from a capacity, a multiple of 64, to a buffer with a batch size. If the
-            storage has a path, each buffer needs another one.
-        example: one transition. A few hundred bytes make the check for copies sharp.
+            storage has a path, each call must use another one.
+        example: one transition; with a few hundred bytes, the check for copies is sharp.
 
     Raises:
         AssertionError: a contract is broken; the message says which, where, and what was expected.
@@ -83,8 +83,8 @@ def rows(example: Item, total: jax.Array, *lead: int) -> Any:
 
     Args:
         example: one transition.
-        total: float `[]`, a number that the compiler does not know.
-        lead: the leading axes.
+        total: float `[]`, a number whose value the compiler does not know.
+        lead: the leading axes, such as T and E.
     """
     return _rows(SpecKey(pytree.spec_of(example, "rows")), lead, total)
 
@@ -96,8 +96,7 @@ def _rows(example: SpecKey, lead: tuple[int, ...], total: jax.Array) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.broadcast_to(jax.random.key((total * 1000).astype(jnp.uint32)), shape)
         count = jnp.arange(int(np.prod(shape)), dtype=jnp.float32).reshape(shape)
-        # Computed from a number that XLA does not know: a constant row is folded into reads, and
-        # copied.
+        # Computed from a number that XLA does not know, as a constant row is folded and copied.
         wave = jnp.abs(jnp.sin(total + count)) * 100
         return wave > 90 if leaf.dtype == jnp.bool_ else wave.astype(leaf.dtype)
 
@@ -105,7 +104,7 @@ def _rows(example: SpecKey, lead: tuple[int, ...], total: jax.Array) -> Any:
 
 
 def consumed(tree: Item) -> jax.Array:
-    """Returns a float `[]` that depends on every leaf."""
+    """Returns a number, float32 `[]`, that depends on every leaf."""
     total = jnp.float32(0)
     for leaf in jax.tree.leaves(tree):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -120,26 +119,28 @@ def growth(make: Make, example: Item, step: Step, agents: int | None = None) -> 
     Args:
         make: a function from a capacity to a buffer.
         example: one transition.
-        step: some methods, `step(buffer, state, total, key)`; returns the state and a float `[]`.
+        step: calls methods, as `step(buffer, state, total, key)`; returns the state and a float
+            `[]`.
         agents: the number of buffers under `vmap`; None for one without it.
 
     Returns:
-        0 if nothing is copied, 1 if everything is. If all temporaries at the larger N are less than
-        1 % of the state's growth, this part, and the smaller N is not compiled.
+        The growth of temporaries over that of the state: 0 if nothing is copied, 1 if all is. If
+        the temporaries at the larger N are below 1 % of the state's growth, this ratio is returned,
+        and the smaller N is not compiled.
     """
     temps, sizes = [], []
     for capacity in (2**15, 2**13):
         sizes.append(make(capacity).nbytes(example) * (agents or 1))
         scan = _compiled_scan(make(capacity), example, step, agents)
         temps.append(scan.memory_analysis().temp_size_in_bytes)
-        # Small enough to be sure: the second compilation is spared.
+        # So small that a second compilation is not needed.
         if temps[0] < 0.01 * (sizes[0] * 3 / 4):
             return temps[0] / (sizes[0] * 3 / 4)
     return (temps[0] - temps[1]) / (sizes[0] - sizes[1])
 
 
 def _compiled_scan(buffer: ReplayBuffer, example: Item, step: Step, agents: int | None) -> Any:
-    """Returns a scan of a step over a donated state, compiled; or of several under `vmap`."""
+    """Returns a compiled scan of `step` over a donated state, or `agents` states under `vmap`."""
     run: Any = functools.partial(step, buffer)
     arguments: Any = (buffer.init(example), jnp.float32(1), jax.random.key(0))
     if agents is not None:
@@ -172,7 +173,7 @@ def check_description(make: Make) -> None:
 
 
 def check_chunks(make: Make, example: Item) -> None:
-    """Checks that it does not matter how rows are cut into calls."""
+    """Checks that T calls of `add` do what one `extend` of T rows does."""
     whole, single = make(64), make(64)
     key, length = jax.random.key(4), 64 // whole.ring.envs + 5  # once around and further
     items = rows(example, jnp.float32(1), length, *whole._lead())
@@ -256,7 +257,7 @@ def check_batched(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def check_empty(buffer: ReplayBuffer, example: Item) -> None:
-    """Checks that an empty buffer raises outside jit and masks inside, also after updates."""
+    """Checks that a buffer without items, new or emptied, raises outside `jit` and masks inside."""
     state, key = buffer.init(example), jax.random.key(3)
     filled = _stepper(buffer, example)(state, jnp.float32(1), key)[0]
     for empty in (state, buffer.empty(filled)):
@@ -282,7 +283,7 @@ def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
     mask = jnp.ones(slots.shape, jnp.bool_)
     plan = buffer.unit.plan_read(context, state.unit, slots, mask, jax.random.key(11))
     names = pytree.leaf_names(buffer.stored(state))
-    # A unit that reads its anchors only need not know of ends.
+    # Only units that read other rows than those of their anchors need to know ends.
     if any((slots != plan.where(name).T).any() for name in names):
         is_ordered = buffer.writer.is_chronological
         newest = buffer.newest(state, 1)[0] if is_ordered else jnp.zeros(0, jnp.int32)
@@ -340,7 +341,7 @@ def check_options(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def check_edited(buffer: ReplayBuffer, example: Item) -> None:
-    """Checks that `set` changes what it names, and that anchors keep their priorities then."""
+    """Checks that `set` changes only what it is given, and keeps the priorities of anchors."""
     state = _filled(buffer, example)
     names = editing.flags(buffer, state)
     if not buffer.transforms:
@@ -383,10 +384,9 @@ def check_rebuilt(make: Make, example: Item) -> None:
 
 
 def check_sharded(buffer: ReplayBuffer, example: Item) -> None:
-    """Checks that two shards draw as a single buffer does that holds the same items.
+    """Checks that two shards draw as a single buffer with the same items does.
 
-    A buffer that cannot be cut into two shards, and a sampler that is not below `ShardedSampler`,
-    are skipped.
+    Skips buffers that cannot be cut in two, and samplers that are not below `ShardedSampler`.
     """
     envs, total = 2 * (buffer.num_envs or 1), buffer.capacity * 2
     size = 2 * (buffer.batch_size or 1)
@@ -397,7 +397,7 @@ def check_sharded(buffer: ReplayBuffer, example: Item) -> None:
         return
     items, key = rows(example, jnp.float32(4), 10, envs), jax.random.key(8)
     state, single = (each.extend(each.init(example), items) for each in (sharded, whole))
-    # Shard s has the environments from s E / 2 on: the slots of both in those of the whole.
+    # Shard s has the environments from s E / 2 on. `slots` has their slots in the whole buffer.
     row, env = np.divmod(np.arange(buffer.capacity), envs // 2)
     slots = row * envs + env + np.array([[0], [envs // 2]])
     with contextlib.suppress(MissingMethodError):
@@ -415,16 +415,16 @@ def check_sharded(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def _expect_as_single(sampler: Any, slots: np.ndarray, batch: Sample, other: Sample) -> None:
-    """Raises unless a batch from shards, of beta 1, is drawn as `other` from a single buffer.
+    """Raises unless `batch`, from shards with beta 1, is drawn like `other`, from a single buffer.
 
-    `slots`, int `[B]`, are those of the batch in the single buffer.
+    `slots`, int `[B]`, are the slots of the batch's items in the single buffer.
     """
     drawn = np.asarray(batch.probabilities) > 0
     shard, slots = np.asarray(batch.info["shard"])[drawn], slots[drawn]
     chances = np.asarray(batch.probabilities, np.float64)[drawn]
     first = np.unique(slots, return_index=True)[1]
-    # Shards give equally many items, whatever their parts of all mass: an item is drawn with P over
-    # the part of its shard, so that its weight is P^-beta times this part.
+    # Each shard draws equally many items, whatever its part of the mass: an item of probability P
+    # is drawn in proportion to P / part, so that its weight is P^-beta times this part.
     part = np.bincount(shard[first], chances[first])[shard]
     weights = np.asarray(batch.weights, np.float64)[drawn] / part
     power = float(sampler.exponent(1.0)) if isinstance(sampler, ShardedSampler) else 0.0
@@ -435,7 +435,7 @@ def _expect_as_single(sampler: Any, slots: np.ndarray, batch: Sample, other: Sam
     if not single or single.keys() != set(slots):  # such as the newest half of an odd number
         return
     ratio = chances / np.array([single[slot][0] for slot in slots])
-    # Skipped are samplers that draw otherwise within a shard, such as by ranks.
+    # Skips samplers whose probabilities within a shard differ, such as those by ranks.
     if all(np.ptp(ratio[shard == number]) < 1e-3 for number in set(shard)):
         text = f"divided by those of a single buffer they are {np.unique(ratio.round(4))}"
         even = np.allclose(ratio, 1, rtol=1e-3)
@@ -445,7 +445,7 @@ def _expect_as_single(sampler: Any, slots: np.ndarray, batch: Sample, other: Sam
 
 
 def check_stacked(buffer: ReplayBuffer, example: Item) -> None:
-    """Checks the unit, and `jrb.FrameStack` around it, with priorities, unless they refuse."""
+    """Checks `empty` and `truncate`, with priorities, for the unit and a `jrb.FrameStack` of it."""
     for unit in () if buffer.unit.one_row else (buffer.unit, jrb.FrameStack(2, unit=buffer.unit)):
         try:
             stacked = dataclasses.replace(buffer, unit=unit, sampler=jrb.Prioritized())
@@ -458,7 +458,7 @@ def check_stacked(buffer: ReplayBuffer, example: Item) -> None:
 def check_in_place(make: Make, example: Item) -> None:
     """Checks that nothing of the buffer's size is copied, for one buffer and under vmap.
 
-    A part may compute arrays of less than 64 bytes a slot, such as to sort all priorities.
+    A part may compute arrays of less than 64 bytes per slot, such as to sort all priorities.
     """
 
     def add(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
@@ -481,7 +481,7 @@ def check_in_place(make: Make, example: Item) -> None:
             grown = growth(make, example, step, agents)
             if grown < 0.01:
                 continue
-            # A method alone has no reason to copy: the arrays that it has, a part computes.
+            # A method alone has no reason to copy: large arrays in its program, a part computes.
             copied, *own = (_copies(make, example, each, agents) for each in (step, add, sample))
             what = f"{step.__name__}, {agents or 'no'} agents: "
             is_copy = len(copied) > sum(map(len, own))
@@ -493,7 +493,7 @@ def check_in_place(make: Make, example: Item) -> None:
 
 
 def _copies(make: Make, example: Item, step: Step, agents: int | None) -> list[str]:
-    """Returns the shapes of copies in the program that have as many entries as slots, or more."""
+    """Returns the shapes of copies in the compiled program that have an entry for each slot."""
     text = _compiled_scan(make(2**13), example, step, agents).as_text()
     # In XLA's text a copy is `%copy.1 = f32[8192,16]{1,0} copy(%x)`.
     shapes = re.findall(r"= (\w+\[[\d,]+\])\S* copy\(", text)
@@ -522,7 +522,7 @@ def _step_of(buffer: ReplayBuffer, example: SpecKey) -> Any:
 
 
 def _filled(buffer: ReplayBuffer, example: Item, seed: int = 5, steps: int = 4) -> BufferState:
-    """Returns a state with different priorities, of more rows than the ring holds."""
+    """Returns a state with different priorities, after several writes, draws and updates."""
     step, state = _stepper(buffer, example), buffer.init(example)
     for number, each in enumerate(jax.random.split(jax.random.key(seed), steps)):
         state = step(state, jnp.float32(number), each)[0]
@@ -530,7 +530,7 @@ def _filled(buffer: ReplayBuffer, example: Item, seed: int = 5, steps: int = 4) 
 
 
 def _expect_held(buffer: ReplayBuffer, state: BufferState, when: str) -> None:
-    """Raises unless all that is drawn is held, and exactly the anchors have priorities."""
+    """Raises unless only held items are drawn, and exactly the anchors have priorities."""
     slots, count = buffer.in_order(state)
     held = set(slots[:count].tolist())
     if buffer.sampler.prioritized:
@@ -552,7 +552,7 @@ def _expect_held(buffer: ReplayBuffer, state: BufferState, when: str) -> None:
 def _expect_priorities(
     buffer: ReplayBuffer, before: tuple[Any, Any], after: tuple[Any, Any], verb: str
 ) -> None:
-    """Raises unless slots that were anchors, and are, kept their priorities."""
+    """Raises unless slots that are anchors before and after kept their priorities."""
     if buffer.sampler.prioritized:
         old, new = (np.asarray(buffer.priorities(*pair)) for pair in (before, after))
         both = (old >= 0) & (new >= 0)
@@ -574,7 +574,7 @@ def _expect_raises(error: type[Exception], call: Callable[[], Any], contract: st
 
 
 def _agree(got: PyTree, want: PyTree, contract: str) -> None:
-    """Raises unless integers and data are equal, and computed floats are to rounding."""
+    """Raises unless integers are equal and floats are equal up to rounding."""
     structure, other = jax.tree.structure(got), jax.tree.structure(want)
     _expect(structure == other, contract, f"expected {other}, got {structure}")
     leaves = jax.tree_util.tree_leaves_with_path(got)

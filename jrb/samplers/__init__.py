@@ -1,4 +1,4 @@
-"""Samplers: which anchors next, and with what probability?"""
+"""Samplers choose which anchors are drawn, and with which probability."""
 
 from jrb._util.public import PublicNames
 from jrb.samplers.mixture import Mixture

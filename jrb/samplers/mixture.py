@@ -24,35 +24,35 @@ from jrb.types.messages import PartState
 
 
 class MixtureState(DrawCounts):
-    """The states of all samplers, in their order."""
+    """The states of all samplers of a mixture, in their order."""
 
     states: tuple[Any, ...]
 
 
 @pytree.component
 class Mixture(Sampler):
-    """Draws with several samplers from one buffer, each its share of every batch.
+    """Draws with several samplers from one buffer, a fixed share of every batch with each.
 
-    For recent experience beside all of it, or data that nobody has seen yet beside priorities.
-    `Sample.info["sampler"]`, int32 `[B]`, says whose each entry is: an index into `samplers`. The
-    numbers of entries are the shares of B, the largest remainders rounded up, and samplers take
-    turns within the batch, so that a part of it is mixed alike.
+    Use it to draw recent experience together with all experience, or new items together with items
+    by priority. `Sample.info["sampler"]`, int32 `[B]`, is the index in `samplers` of the sampler
+    that drew each entry. Shares of B are rounded by largest remainders, and samplers take turns
+    within the batch, so that each part of it has nearly the same shares.
 
-    `probabilities` are those of the sampler that drew the entry. Importance weights undo the bias
-    of samplers with priorities, (N P(i))^-beta, and are 1 for others; they are divided by the
-    largest of the batch, unless all samplers have `normalize=None`. With exact shares and beta = 1
-    the weighted mean is then unbiased for each sampler, and so for all. Priorities, `set_alpha` and
-    `update_priority` reach all samplers that have priorities; `buffer.priorities` shows those of
-    the first. In shards (`jrb.Sharded`) there may be mixtures with a queue or the like, and without
-    priorities: each shard draws for itself.
+    `probabilities` are those of the sampler that drew the entry. Importance weights are (N
+    P(i))^-beta for samplers with priorities and 1 for others; they are divided by the largest in
+    the batch, unless all samplers with priorities have `normalize=None`. With beta = 1, the
+    weighted mean is then unbiased for each sampler, and so for all. Priorities given to `add`,
+    `set_alpha` and `update_priority` go to all samplers that have priorities; `buffer.priorities`
+    returns those of the first. `jrb.Sharded` takes mixtures with a sampler that consumes, such as a
+    queue, and without priorities: each shard draws for itself.
 
-    The class of the instance depends on the samplers: a mixture with priorities in it is a
-    `jrb.types.PrioritizedSampler`, one with an order an `OrderedSampler`.
+    The class of an instance depends on its samplers: it is a `jrb.types.PrioritizedSampler` or an
+    `OrderedSampler` if any of them is.
 
     Attributes:
-        samplers: two or more, none of which counts its draws.
+        samplers: two or more samplers, none of which counts its draws.
         shares: the share of each sampler in a batch, at least 0; they add up to 1.
-        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
+        count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
 
     Reference: Hafner et al., 2023, "Mastering diverse domains through world models", for the queue
     of new data beside uniform replay.
@@ -109,7 +109,7 @@ class Mixture(Sampler):
     def on_write(
         self, ring: Ring, state: MixtureState, change: AnchorUpdate, anchors: Anchors
     ) -> MixtureState:
-        """Tells all samplers."""
+        """Passes the write to all samplers."""
         return self._each(state, lambda one, own: one.on_write(ring, own, change, anchors))
 
     def draw(
@@ -121,7 +121,7 @@ class Mixture(Sampler):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[MixtureState, Draw]:
-        """Draws each sampler's share, with a key of its own."""
+        """Draws each sampler's share, with a separate key."""
         # Largest remainders round up: the numbers are known while tracing, so shapes are fixed.
         counts = splitting.counts(np, np.asarray(self.shares, np.float64), batch_size)
         keys, states, draws = jax.random.split(key, len(self.samplers)), list(state.states), []
@@ -139,11 +139,11 @@ class Mixture(Sampler):
         return state.replace(states=tuple(states)), drawn
 
     def _normalized(self, drawn: Draw) -> Draw:
-        """Returns a draw whose weights are divided by what the samplers ask for."""
+        """Returns the draw with its weights divided; here, without priorities, unchanged."""
         return drawn
 
     def ready(self, state: MixtureState, anchors: Anchors, batch_size: int | None) -> jax.Array:
-        """Returns True if all samplers with a share are ready for it."""
+        """Returns True if all samplers that have a share of the batch are ready."""
         values = np.asarray(self.shares, np.float64)
         counts = values > 0 if batch_size is None else splitting.counts(np, values, batch_size)
         triples = zip(self.samplers, state.states, counts, strict=True)
@@ -157,7 +157,7 @@ class Mixture(Sampler):
     def import_state(
         self, state: MixtureState, old: MixtureState, slots: jax.Array, new_slots: jax.Array
     ) -> MixtureState:
-        """Takes over what samplers of the same class at the same place knew."""
+        """Takes over the states of samplers that have the same class at the same index."""
         states = list(state.states)
         for number, before in enumerate(old.states[: len(states)]):
             own = states[number]
@@ -170,7 +170,7 @@ class Mixture(Sampler):
     def rebuild_index(
         self, ring: Ring, state: MixtureState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> MixtureState:
-        """Tells all samplers."""
+        """Passes the new anchors to all samplers."""
         return self._each(state, lambda one, own: one.rebuild_index(ring, own, entered, old, new))
 
     def reset(self, ring: Ring, state: MixtureState, token: jax.Array) -> MixtureState:
@@ -180,7 +180,7 @@ class Mixture(Sampler):
     def _each(
         self, state: MixtureState, call: Callable[[Any, PartState], Any], kind: type = Sampler
     ) -> MixtureState:
-        """Returns the state after a call of every sampler of a kind and its state."""
+        """Returns the state after `call(sampler, state)` for each sampler of class `kind`."""
         pairs = zip(self.samplers, state.states, strict=True)
         return state.replace(
             states=tuple(call(one, own) if isinstance(one, kind) else own for one, own in pairs)
@@ -202,16 +202,16 @@ def _weights(
 
 @pytree.component
 class OrderedMixture(Mixture, OrderedSampler):
-    """A mixture with a sampler that draws by the order of anchors."""
+    """A mixture in which a sampler uses the order of anchors."""
 
     def check(self, ring: Ring, unit: Any) -> None:
-        """Raises ValueError if an order does not fit."""
+        """Raises ValueError if the order of anchors does not fit one of the samplers."""
         for sampler in self.samplers:
             if isinstance(sampler, OrderedSampler):
                 sampler.check(ring, unit)
 
     def num_pending(self, state: MixtureState, anchors: Anchors) -> jax.Array | None:
-        """Returns how many of the newest anchors any sampler still has to draw."""
+        """Returns the greatest number of newest anchors that a sampler still has to draw."""
         pairs = zip(self.samplers, state.states, strict=True)
         pending = [
             one.num_pending(own, anchors) for one, own in pairs if isinstance(one, OrderedSampler)
@@ -222,7 +222,7 @@ class OrderedMixture(Mixture, OrderedSampler):
 
 @pytree.component
 class PrioritizedMixture(Mixture, PrioritizedSampler):
-    """A mixture with a sampler that has priorities."""
+    """A mixture in which a sampler has priorities."""
 
     prioritized: ClassVar[bool] = True
 
@@ -236,12 +236,12 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
 
     @property
     def normalize(self) -> Literal["batch"] | None:  # pyright: ignore
-        """None if that is so of all samplers with priorities; else the "batch"."""
+        """None if it is None for all samplers with priorities; else "batch"."""
         return None if all(one.normalize is None for one in self._with_priorities) else "batch"
 
     @property
     def takes_priorities(self) -> bool:  # pyright: ignore
-        """True if a sampler does."""
+        """True if any of the samplers takes priorities."""
         return any(one.takes_priorities for one in self._with_priorities)
 
     @property
@@ -257,12 +257,12 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
         return drawn.replace(weights=jnp.where(drawn.mask, weights, 0.0))
 
     def attach(self, state: MixtureState, has_delayed_anchors: bool) -> MixtureState:
-        """Attaches the samplers with priorities."""
+        """Calls `attach` of all samplers with priorities."""
         attach = lambda one, own: one.attach(own, has_delayed_anchors)
         return self._each(state, attach, PrioritizedSampler)
 
     def priorities(self, state: MixtureState) -> jax.Array:
-        """Returns the priorities of the first sampler that has some."""
+        """Returns the priorities of the first sampler that has priorities."""
         pairs = zip(self.samplers, state.states, strict=True)
         return next(
             one.priorities(own) for one, own in pairs if isinstance(one, PrioritizedSampler)
@@ -276,7 +276,7 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
         priorities: jax.Array,
         ok: jax.Array,
     ) -> MixtureState:
-        """Sets priorities in all samplers that have some, whoever drew the anchors."""
+        """Sets priorities in all samplers that have them, whichever drew the anchors."""
         update = lambda one, own: one.update(ring, own, slots, priorities, ok)
         return self._each(state, update, PrioritizedSampler)
 
@@ -287,7 +287,7 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
         priorities: jax.Array,
         highest: jax.Array | float | None = None,
     ) -> MixtureState:
-        """Sets priorities in all samplers that have some."""
+        """Sets priorities in all samplers that have them."""
         assign = lambda one, own: one.assign(own, slots, priorities, highest)
         return self._each(state, assign, PrioritizedSampler)
 
@@ -310,13 +310,13 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
 
 @pytree.component
 class PrioritizedOrderedMixture(PrioritizedMixture, OrderedMixture):
-    """A mixture with both."""
+    """A mixture with priorities in which a sampler uses the order of anchors."""
 
 
 def _class_of(samplers: Any) -> type[Mixture]:
     """Returns the class of a mixture of these samplers."""
     members = samplers if isinstance(samplers, tuple) else ()
-    # The class tells the buffer which verbs work: `update_priority`, `BlockWhenFull`, orders.
+    # By the class, a buffer knows what it can do: `update_priority`, `BlockWhenFull`, orders.
     has = lambda kind: any(isinstance(one, kind) for one in members)
     if has(PrioritizedSampler):
         return PrioritizedOrderedMixture if has(OrderedSampler) else PrioritizedMixture

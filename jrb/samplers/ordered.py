@@ -15,7 +15,7 @@ from jrb.types.messages import PartState
 
 
 class OnceInOrder(OrderedSampler):
-    """Draws each anchor once. Its state has `count`, int32 `[]`, the anchors not drawn yet."""
+    """A sampler that draws each anchor once. Its state has `count`, the anchors not drawn yet."""
 
     consumes: ClassVar[bool] = True
 
@@ -23,7 +23,7 @@ class OnceInOrder(OrderedSampler):
     def take(
         self, ring: Ring, state: PartState, anchors: Anchors, batch_size: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the ranks of the next B anchors, any beyond the last; and how many it took."""
+        """Returns the ranks of the next B anchors, and how many of them there are, int32 `[]`."""
 
     def draw(
         self,
@@ -34,7 +34,7 @@ class OnceInOrder(OrderedSampler):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[Any, Draw]:
-        """Draws the next B anchors; what is missing is masked at the end."""
+        """Draws the next B anchors; if fewer remain, the end of the batch is masked."""
         ranks, num_taken = self.take(ring, state, anchors, batch_size)
         # Entries beyond the anchors that remain repeat rank 0, and are masked.
         mask = jnp.arange(batch_size, dtype=jnp.int32) < state.count
@@ -45,15 +45,15 @@ class OnceInOrder(OrderedSampler):
         checks.flag("count_draws", self.count_draws)
 
     def ready(self, state: PartState, anchors: Anchors, batch_size: int | None) -> jax.Array:
-        """Returns True if an anchor was not drawn yet."""
+        """Returns True if there is an anchor that was not drawn yet."""
         return state.count > 0
 
 
 class QueueState(DrawCounts):
-    """The number of anchors that a queue still has to give.
+    """The length of a queue.
 
     Attributes:
-        count: int32 `[]`, the anchors not drawn yet, always the newest ones.
+        count: int32 `[]`, the number of anchors not drawn yet, which are always the newest.
     """
 
     count: jax.Array = pytree.tally()
@@ -63,11 +63,12 @@ class QueueState(DrawCounts):
 class Queue(OnceInOrder):
     """Draws each anchor once, oldest first: for data that is used once, as on policy.
 
-    `draw` takes from the queue, `sample` looks at its head. If fewer than B are left, the batch is
-    masked at its end. An item that is overwritten before it was drawn is lost. The key is not used.
+    `draw` removes anchors from the queue, `sample` only reads its head. If fewer than B anchors are
+    left, the end of the batch is masked. An item that is overwritten before it was drawn is lost.
+    The key is not used.
 
     Attributes:
-        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
+        count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -89,7 +90,7 @@ class Queue(OnceInOrder):
         self, ring: Ring, state: QueueState, change: AnchorUpdate, anchors: Anchors
     ) -> QueueState:
         """Appends the anchors that entered, and removes those that departed before their turn."""
-        # The queue is the end of the order before the write: count those of it that departed.
+        # The queue was the end of the order before the write: `lost` of its anchors departed.
         before = anchors.count + change.departed_count - change.entered_count
         lost = change.departed_from(jnp.maximum(before - state.count, 0))
         pending = state.count + change.entered_count - lost
@@ -98,7 +99,7 @@ class Queue(OnceInOrder):
     def take(
         self, ring: Ring, state: QueueState, anchors: Anchors, batch_size: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the B anchors at the head of the queue, which are its oldest."""
+        """Returns the ranks of the B anchors at the head of the queue, its oldest."""
         # The queue is the newest `count` anchors: its head has the rank of the first of them.
         ranks = anchors.count - state.count + jnp.arange(batch_size, dtype=jnp.int32)
         return ranks, jnp.minimum(state.count, batch_size)
@@ -110,13 +111,13 @@ class Queue(OnceInOrder):
     def rebuild_index(
         self, ring: Ring, state: QueueState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> QueueState:
-        """Keeps the length of the queue, up to the number of anchors: the newest ones."""
+        """Keeps the length of the queue, but at most all anchors; it has the newest of them."""
         return state.replace(count=jnp.minimum(state.count, new.count))
 
     def import_state(
         self, state: QueueState, old: QueueState, slots: jax.Array, new_slots: jax.Array
     ) -> QueueState:
-        """Drops from the queue what was drawn from the other buffer's queue."""
+        """Removes as many anchors as were drawn from the other buffer's queue."""
         return state.replace(count=jnp.minimum(state.count, old.count))
 
 
@@ -127,10 +128,10 @@ class LifoState(DrawCounts):
     of a buffer have consecutive numbers, and a number gives the rank of its anchor.
 
     Attributes:
-        numbers: uint32 `[N]`, of the anchors not drawn yet, oldest first, around a ring.
-        bottom: int32 `[]`, the index of the oldest of them.
-        count: int32 `[]`, how many there are.
-        following: uint32 `[]`, the number of the next anchor.
+        numbers: uint32 `[N]`, the numbers of the anchors not drawn yet, oldest first, in a ring.
+        bottom: int32 `[]`, the index in `numbers` of the oldest of them.
+        count: int32 `[]`, the number of anchors on the stack.
+        following: uint32 `[]`, the number that the next anchor gets.
     """
 
     numbers: jax.Array
@@ -145,7 +146,7 @@ class LifoState(DrawCounts):
     def read(self, ring: Ring, height: jax.Array) -> jax.Array:
         """Returns the numbers at heights above the bottom, int32 `[B]` in [0, N)."""
         index = ring.slot_after(self.bottom, height)
-        # Written out: `self.numbers[index]` would ask of each index whether it counts from the end.
+        # A `lax.gather`, as `self.numbers[index]` would check each index for being negative.
         dims = lax.GatherDimensionNumbers((), (0,), (0,))
         read = lambda: lax.gather(self.numbers, index[:, None], dims, (1,), mode="clip")
         return dependencies.materialize(read)
@@ -153,17 +154,18 @@ class LifoState(DrawCounts):
 
 @pytree.component
 class Lifo(OnceInOrder):
-    """Draws each anchor once, newest first: always the newest of those not drawn yet.
+    """Draws each anchor once, newest first: the newest anchor that was not drawn yet.
 
-    `draw` takes from the stack, `sample` looks at its top; the first of a batch is the newest. If
-    fewer than B are left, the batch is masked at its end. An item that is overwritten before it was
-    drawn is lost. The key is not used. 4 bytes a slot; a draw costs O(B), a write O(log N) more.
+    `draw` removes anchors from the stack, `sample` only reads its top; the first entry of a batch
+    is the newest. If fewer than B anchors are left, the end of the batch is masked. An item that is
+    overwritten before it was drawn is lost. The key is not used. Memory: 4 bytes a slot. A draw
+    costs O(B), and a write O(log N) more.
 
-    Anchors have to depart in the order in which they entered: over several environments, stacks of
-    frames and strict n-step returns do not, and are refused.
+    Anchors must depart in the order in which they entered. With several environments, frame stacks
+    and strict n-step returns do not, and are refused.
 
     Attributes:
-        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
+        count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -178,7 +180,7 @@ class Lifo(OnceInOrder):
     count_draws: bool = False
 
     def check(self, ring: Ring, unit: Any) -> None:
-        """Raises if anchors may depart before others that entered before them."""
+        """Raises ValueError if anchors may depart in another order than they entered."""
         if ring.envs > 1 and unit.max_entry_delay != 0:
             raise ValueError(
                 f"Lifo: expected anchors that leave in the order in which they came, got "
@@ -219,7 +221,7 @@ class Lifo(OnceInOrder):
     def take(
         self, ring: Ring, state: LifoState, anchors: Anchors, batch_size: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the B anchors on top."""
+        """Returns the ranks of the B anchors on top of the stack."""
         depth = jnp.arange(batch_size, dtype=jnp.int32)
         numbers = state.read(ring, jnp.maximum(state.count - 1 - depth, 0))
         # The next write is at `count`: it waits for this read.
@@ -227,16 +229,16 @@ class Lifo(OnceInOrder):
         return state.ranks(anchors.count, numbers), num_taken
 
     def num_pending(self, state: LifoState, anchors: Anchors) -> jax.Array:
-        """Returns the number of anchors from the oldest that was not drawn on."""
+        """Returns the number of anchors from the oldest one on the stack to the newest of all."""
         oldest = dependencies.materialize(lambda: state.numbers[state.bottom])
         return jnp.where(state.count > 0, (state.following - oldest).astype(jnp.int32), 0)
 
     def rebuild_index(
         self, ring: Ring, state: LifoState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> LifoState:
-        """Keeps the slots on the stack that are anchors still, and adds new ones. Costs O(N).
+        """Keeps slots on the stack that are still anchors, and adds new anchors. Costs O(N).
 
-        Where anchors are episodes, they are identified by their number of steps from the newest.
+        If anchors are episodes, each is identified by its position counted from the newest.
         """
         if not entered.size:
             return _without_departed(ring, state, new.count)
@@ -246,7 +248,7 @@ class Lifo(OnceInOrder):
             slots, _ = anchors.nth(jnp.where(valid, ranks, 0), jax.random.key(0))
             return jnp.where(valid, slots, ring.capacity)
 
-        # Sets of slots as flags `[N]`: whether a slot was an anchor, and whether on the stack.
+        # Sets of slots as flags `[N]`: the slots that were anchors, and those on the stack.
         mark = lambda slots: jnp.zeros(ring.capacity, jnp.bool_).at[slots].set(True, mode="drop")
         ranks = state.ranks(old.count, state.read(ring, index))
         on_stack = mark(slots_of(old, ranks, index < state.count))
@@ -265,7 +267,7 @@ class Lifo(OnceInOrder):
     def import_state(
         self, state: LifoState, old: LifoState, slots: jax.Array, new_slots: jax.Array
     ) -> LifoState:
-        """Removes from the stack what was drawn from the other buffer's stack."""
+        """Removes the anchors that were drawn from the other buffer's stack."""
         size, old_size = state.numbers.size, old.numbers.size
         depth = jnp.arange(min(size, old_size), dtype=jnp.int32)  # from the top
         at = (old.bottom + jnp.maximum(old.count - 1 - depth, 0)) % old_size
@@ -279,7 +281,7 @@ class Lifo(OnceInOrder):
 
 
 def _without_departed(ring: Ring, state: LifoState, num_anchors: jax.Array) -> LifoState:
-    """Removes from the bottom all but the newest `num_anchors` anchors, int32 `[]`."""
+    """Removes all but the newest `num_anchors` anchors, int32 `[]`, from the bottom."""
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds

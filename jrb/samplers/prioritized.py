@@ -28,24 +28,24 @@ from jrb.types import (
 
 _NO_ANCHOR = -1.0
 DROPPED = -2.0
-"""The priority of an anchor that was dropped."""
-_CHUNK = 256  # slots that are cleared at once, if many depart
-_RUN = 4096  # slots whose masses are computed at once, if all are
+"""The priority of an anchor that `drop` removed."""
+_CHUNK = 256  # the number of slots that are cleared at a time, if many depart
+_RUN = 4096  # the number of slots whose masses are computed at a time, if all change
 
 
 class PrioritizedState(DrawCounts):
     """The priorities of all slots.
 
     Attributes:
-        raw: float32 `[N]`, the priority p of each anchor; -1 where there is no anchor, -2 where
-            there is one that was dropped.
-        waiting: float32 `[N]`, the priorities that came with rows which may become anchors later,
-            -1 for none; None for units whose rows are anchors at once.
-        masses: a sum-tree over (p + eps)^alpha, 0 where there is no anchor.
-        smallest: a tree of the least positive mass; None unless `normalize="buffer"`.
-        highest: float32 `[]`, the greatest p seen so far, 1 at first.
-        alpha: float32 `[]`.
-        refused: uint32 `[]`, how many priorities were NaN, infinite or negative.
+        raw: float32 `[N]`, the priority p of each anchor; -1 for a slot that is no anchor, -2 for
+            an anchor that was dropped.
+        waiting: float32 `[N]`, the priorities given with rows that are not anchors yet, -1 for
+            none; None for units whose rows are anchors at once.
+        masses: a sum-tree over (p + eps)^alpha, 0 for slots that are no anchors.
+        smallest: a tree of minima over the positive masses; None unless `normalize="buffer"`.
+        highest: float32 `[]`, the greatest p seen so far, initially 1.
+        alpha: float32 `[]`, the exponent of the priorities.
+        refused: uint32 `[]`, the number of given priorities that were NaN, infinite or negative.
         dropped: bool `[]`, True if anchors were dropped since the buffer was empty.
     """
 
@@ -59,7 +59,7 @@ class PrioritizedState(DrawCounts):
     dropped: jax.Array
 
     def summary(self, ring: Ring) -> dict[str, str]:
-        """Returns the spread of the priorities of anchors, and how many were refused."""
+        """Returns the spread of priorities and the number of refused ones, for the `repr`."""
         raw, refused = display.host_values(self.raw), display.host_values(self.refused)
         facts = {} if raw is None else {"priorities": display.spread(raw[raw > 0])}
         return facts | ({"refused": f"{int(refused):,}"} if refused else {})
@@ -69,19 +69,19 @@ class PrioritizedState(DrawCounts):
 class Prioritized(PrioritizedSampler, ShardedSampler):
     """Draws anchor i with probability P(i) = (p_i + eps)^alpha / sum_k (p_k + eps)^alpha.
 
-    The importance weights (N P(i))^-beta, over N anchors, undo the bias of that in a loss; they are
-    divided by the largest one, so that they only scale down.
+    The importance weights (N P(i))^-beta, over N anchors, correct the bias of these probabilities
+    in a loss; they are divided by the largest one, so that they only scale down.
 
     Attributes:
         alpha: how much priorities matter, at least 0; 0 is uniform. `set_alpha` changes it later.
-        beta: how much of the bias is undone, 1 for all; `sample(..., beta=)` takes a schedule.
+        beta: how much of the bias is corrected, 1 for all; `sample(..., beta=)` takes a schedule.
         eps: added to every priority, at least 0.
-        stratified: one draw from each of B equal parts of the mass, for less variance.
-        normalize: the divisor of the weights: the largest in the "batch", the largest that any
-            anchor in the "buffer" would get, or None for no division.
-        new_priority: the priority p of new items: "max", the largest seen so far (1 at first), or a
-            number. `add(..., priorities=)` passes one for each item.
-        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
+        stratified: if True, one draw from each of B equal parts of the mass, for less variance.
+        normalize: the divisor of the weights: "batch" for the largest in the batch, "buffer" for
+            the largest that any anchor would get, None for no division.
+        new_priority: the priority p of new items: "max" for the largest seen so far (initially 1),
+            or a number. `add(..., priorities=)` passes one for each item.
+        count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
 
     Reference: Schaul et al., 2016, "Prioritized experience replay", section 3.3 and 3.4.
 
@@ -122,7 +122,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         checks.flag("count_draws", self.count_draws)
 
     def init(self, ring: Ring) -> PrioritizedState:
-        """Returns the state of no anchors."""
+        """Returns the state without anchors."""
         is_buffer = self.normalize == "buffer"
         return PrioritizedState(
             raw=jnp.full(ring.capacity, _NO_ANCHOR, jnp.float32),
@@ -135,7 +135,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         )
 
     def attach(self, state: PrioritizedState, has_delayed_anchors: bool) -> PrioritizedState:
-        """Makes room for the priorities of rows that become anchors later."""
+        """Makes an array for the priorities of rows that become anchors later."""
         if not has_delayed_anchors:
             return state
         return state.replace(waiting=jnp.full_like(state.raw, _NO_ANCHOR))
@@ -149,7 +149,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             state = _without_run(self, ring, state, change.expired)
             change = dataclasses.replace(change, expired=None)
         departed = change.departed_slots(ring)
-        # Not a constant, which would be known before the slots: its writes would wait for nothing.
+        # Made from the slots, as writes of a constant would wait for nothing.
         none = jnp.minimum(departed.astype(jnp.float32), _NO_ANCHOR)
         # One scatter for both: those that depart first, as a slot may do both in one call.
         if not change.consecutive:
@@ -172,7 +172,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             by_row = lambda array: array.reshape(len(incoming.row_mask), -1)
             seen = jnp.where(incoming.row_mask, by_row(jnp.where(good, own, 0.0)), 0.0).max(axis=1)
             if self.new_priority == "max" and seen.size > 1:
-                # However rows are cut into calls, a row gets the greatest priority before it.
+                # A row gets the greatest priority before it, also if that is in the same call.
                 default = lax.cummax(jnp.concatenate([state.highest[None], seen[:-1]]))
             refused = jnp.sum(by_row(~good) & incoming.row_mask, dtype=jnp.uint32)
             highest = jnp.maximum(state.highest, jnp.max(seen))
@@ -212,9 +212,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[PrioritizedState, Draw]:
-        """Descends the sum-tree; if no anchor has mass, all are equally likely.
+        """Draws by the sum-tree; if no anchor has mass, all are equally likely.
 
-        Unless some were dropped: then nothing is drawn.
+        If there is no mass because anchors were dropped, nothing is drawn.
         """
         # The same random words serve the uniform draw: only one of the two is used.
         words, slots, mass, total = sum_tree.draw(state.masses, key, batch_size, self.stratified)
@@ -255,7 +255,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         return (anchors.count > 0) & (~state.dropped | (sum_tree.root(state.masses) > 0))
 
     def priorities(self, state: PrioritizedState) -> jax.Array:
-        """Returns the priorities p."""
+        """Returns the priorities p of all slots, float32 `[N]`."""
         return state.raw
 
     def update(
@@ -266,10 +266,10 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         priorities: jax.Array,
         ok: jax.Array,
     ) -> PrioritizedState:
-        """Sets new priorities of anchors; the last one wins where a slot stands twice.
+        """Sets new priorities of anchors; if a slot occurs twice, its last priority counts.
 
-        One that is NaN, infinite or negative is refused and counted: the old one stays. All others
-        count for `highest`, also those that another one in the batch replaces.
+        A priority that is NaN, infinite or negative is refused and counted, and the old one stays.
+        All others count for `highest`, even if a later one in the batch replaces them.
         """
         index = slots.astype(jnp.uint32)
         # Neither a slot without an anchor nor one that was dropped comes back by a late update.
@@ -289,9 +289,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def drop(
         self, ring: Ring, state: PrioritizedState, slots: jax.Array, ok: jax.Array
     ) -> PrioritizedState:
-        """Removes the mass of anchors until their slots are overwritten.
+        """Sets the mass of anchors to 0 until their slots are overwritten.
 
-        The number of anchors, by which `normalize=None` scales weights, still counts them.
+        They stay in the number of anchors, by which `normalize=None` scales weights.
         """
         index = slots.astype(jnp.uint32)
         is_anchor = ok & (index < ring.capacity) & (gather.read_at(state.raw, index) >= 0)
@@ -301,10 +301,10 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         return self._set(state, (jnp.where(is_anchor, slots, ring.capacity), dropped))
 
     def set_alpha(self, state: PrioritizedState, alpha: jax.Array | float) -> PrioritizedState:
-        """Sets alpha, and recomputes all masses from the priorities; costs O(N).
+        """Sets alpha, and computes all masses from the priorities again; costs O(N).
 
-        On the CPU, the alpha that it has already costs nothing, unless under `vmap`. A traced alpha
-        that is negative or not finite leaves the old one.
+        On the CPU, setting the current alpha again is free, except under `vmap`. A traced alpha
+        that is negative or not finite is ignored.
         """
         alpha = jnp.asarray(alpha, jnp.float32)
         if alpha.shape:
@@ -332,7 +332,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def import_state(
         self, state: PrioritizedState, old: PrioritizedState, slots: jax.Array, new_slots: jax.Array
     ) -> PrioritizedState:
-        """Takes over priorities, those that wait, drops, alpha, and the count of refusals."""
+        """Takes over priorities, also pending ones, drops, alpha, and the count of refusals."""
         priorities, waiting = old.raw[slots], state.waiting
         if waiting is not None and old.waiting is not None:
             waiting = waiting.at[new_slots].set(old.waiting[slots])
@@ -348,7 +348,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def rebuild_index(
         self, ring: Ring, state: PrioritizedState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> PrioritizedState:
-        """Keeps the priorities of anchors that stay; others get that of new items. Costs O(N)."""
+        """Keeps the priorities of anchors that remain; new ones get that of new items. O(N)."""
         none, waiting = jnp.full_like(state.raw, _NO_ANCHOR), state.waiting
         is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
         fresh = state.highest if self.new_priority == "max" else self._fixed_priority()
@@ -360,7 +360,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         return self._put(state.replace(raw=raw, waiting=waiting), raw, sum_tree.set_all)
 
     def reset(self, ring: Ring, state: PrioritizedState, token: jax.Array) -> PrioritizedState:
-        """Returns the state of no anchors; only alpha stays."""
+        """Returns the state without anchors, except that alpha keeps its value."""
         clear = lambda raw: dependencies.overwrite(raw, _NO_ANCHOR, token)
         smallest = state.smallest
         return state.replace(
@@ -374,7 +374,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         )
 
     def stats(self, ring: Ring, state: PrioritizedState, anchors: Anchors) -> ShardStats:
-        """Returns the roots of the trees, and the greatest priority so far."""
+        """Returns the roots of the trees, and the greatest priority seen."""
         smallest = state.smallest
         return ShardStats(
             num_anchors=anchors.count,
@@ -389,7 +389,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         return state.replace(highest=jnp.max(stats.max_priority))
 
     def concat_shard_states(self, states: list[PrioritizedState]) -> PrioritizedState:
-        """Returns all priorities one after the other, the greatest, and the sum of refusals."""
+        """Returns all priorities in a row, the greatest priority, and the sum of refusals."""
         concat = lambda leaves: jnp.concatenate(list(map(jnp.asarray, leaves)))
         waiting = [one.waiting for one in states if one.waiting is not None]
         return states[0].replace(
@@ -402,7 +402,8 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def _set(self, state: PrioritizedState, *sets: tuple[jax.Array, jax.Array]) -> PrioritizedState:
         """Sets priorities at slots, one set after the other.
 
-        Each is slots, int32 `[K]`, N for padding, and priorities, equal where its slots are.
+        Each set is slots, int32 `[K]`, N for padding, and priorities, which are equal for equal
+        slots.
         """
         sets = tuple(one for one in sets if one[0].size)
         if not sets:
@@ -417,7 +418,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def _put(
         self, state: PrioritizedState, raw: jax.Array, put: Callable[[Tree, jax.Array], Tree]
     ) -> PrioritizedState:
-        """Puts the leaves of each tree for the priorities `raw` into it."""
+        """Computes the masses of priorities `raw`, and writes them to each tree with `put`."""
         if self.eps:
             has_mass, power = raw >= 0, (jnp.maximum(raw, 0.0) + self.eps) ** state.alpha
         else:
@@ -440,7 +441,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
 def _with_alpha(
     sampler: Prioritized, state: PrioritizedState, alpha: jax.Array
 ) -> PrioritizedState:
-    """Recomputes all masses: on the CPU in place, a run at a time, and only if alpha changed."""
+    """Computes all masses again; on the CPU in place, in runs, and only if alpha changed."""
     alpha = jnp.where(jnp.isfinite(alpha) & (alpha >= 0), alpha, state.alpha)
     changed = (alpha != state.alpha).astype(jnp.int32)
     state, capacity = state.replace(alpha=alpha), state.raw.size
@@ -460,20 +461,20 @@ def _with_alpha(
     def in_runs() -> PrioritizedState:
         trips = -(-capacity // size) * dependencies.unbatched_flag(changed)
         after, token = dependencies.loop(trips, set_masses, (state, jnp.zeros_like(changed)))
-        # Nothing is put there: it is for later writes, which have to wait for these reads.
+        # Writes nothing, but makes later writes wait for these reads.
         nowhere = (capacity + token)[None]
         return after.replace(raw=gather.put(after.raw, nowhere, jnp.zeros(1, jnp.float32)))
 
-    at_once = lambda: sampler._put(state, state.raw, sum_tree.set_all)  # its trips are not known
+    at_once = lambda: sampler._put(state, state.raw, sum_tree.set_all)  # no loop of unknown length
     return lax.platform_dependent(cpu=in_runs, default=at_once)
 
 
 def _without_run(
     sampler: Prioritized, ring: Ring, state: PrioritizedState, expired: Occupancy
 ) -> PrioritizedState:
-    """Removes anchors in a run of any length: on the CPU in chunks, elsewhere all at once.
+    """Removes the anchors in a run of any length: on the CPU in chunks, elsewhere at once.
 
-    A loop of unknown length would not be compiled for a GPU without asking the host at each trip.
+    On a GPU, a loop of unknown length would ask the host before each trip.
     """
     chunk = min(ring.capacity, _CHUNK)
 

@@ -17,12 +17,12 @@ _PARTS = 2**16 - 1  # the most parts of a whole that are multiplied in 32 bits
 
 
 class EvenSampler(ShardedSampler):
-    """Draws all anchors in `among` with the same probability: all weights are 1."""
+    """A sampler that draws the anchors of `among` with equal probability; all weights are 1."""
 
     replacement: bool = True
 
     def among(self, anchors: Anchors) -> Anchors:
-        """Returns the anchors that are drawn, by default all."""
+        """Returns the anchors to draw from, by default all."""
         return anchors
 
     def draw(
@@ -48,7 +48,7 @@ class EvenSampler(ShardedSampler):
         return state, anchors.uniform_draw(ranks, mask, key)
 
     def stats(self, ring: Ring, state: PartState, anchors: Anchors) -> ShardStats:
-        """Returns the number of anchors that are drawn, as mass too."""
+        """Returns statistics in which each anchor of `among` has mass 1."""
         return ShardStats.uniform(self.among(anchors))
 
     def exponent(self, beta: jax.Array | float | None) -> jax.Array:
@@ -61,9 +61,9 @@ class Uniform(EvenSampler):
     """Draws every anchor with the same probability.
 
     Attributes:
-        replacement: whether an anchor may stand twice in a batch. If not, a batch that is larger
-            than the number of anchors is masked at its end.
-        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
+        replacement: if True, a batch may have an anchor twice. If False, the end of a batch that is
+            larger than the number of anchors is masked.
+        count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -84,15 +84,16 @@ class Uniform(EvenSampler):
 
 @pytree.component
 class Newest(EvenSampler, OrderedSampler):
-    """Draws uniformly, with replacement, among the newest anchors: a share, or a number of them.
+    """Draws uniformly, with replacement, from the newest anchors: a fraction or a number of them.
 
-    Of n anchors these are the last ceil(fraction * n), or the last min(count, n). For emphasis on
-    recent experience; in a `jrb.Mix` with `jrb.Uniform()`, or on its own.
+    Of n anchors these are the last ceil(fraction * n), or the last min(count, n). Use it to
+    emphasize recent experience, alone or in a `jrb.Mixture` with `jrb.Uniform()`.
 
     Attributes:
-        fraction: above 0 and at most 1, taken for the nearest quotient of integers below 65536.
-        count: the number of newest anchors, at least 1; instead of a fraction.
-        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
+        fraction: the part of all anchors, above 0 and at most 1; used as a quotient of integers
+            below 65536.
+        count: the number of newest anchors, at least 1; in place of `fraction`.
+        count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -125,19 +126,18 @@ class Newest(EvenSampler, OrderedSampler):
                 )
 
     def among(self, anchors: Anchors) -> Anchors:
-        """Returns the newest anchors."""
+        """Returns the newest anchors, as `fraction` or `count` says."""
         if self.count is not None:
             count = jnp.minimum(anchors.count, self.count)
         else:
             fraction = fractions.Fraction(self.fraction or 0).limit_denominator(_PARTS)
-            # In integers: float32 cannot count beyond 2^24, and would lose anchors of larger
-            # buffers.
+            # In integers, as float32 cannot count beyond 2^24.
             part, whole = (jnp.uint32(number) for number in fraction.as_integer_ratio())
             # ceil(total * part / whole) in 32 bits: the remainder is below 2^16, as is the part.
             times, remainder = jnp.divmod(anchors.count.astype(jnp.uint32), whole)
             count = (times * part + (remainder * part + whole - 1) // whole).astype(jnp.int32)
         first = anchors.count - count
-        # Ranks among the newest, moved on by all that are older.
+        # Ranks among the newest anchors, shifted by the number of older ones.
         nth = lambda ranks, key: anchors.nth(ranks + first, key)
         return dataclasses.replace(anchors, count=count, nth=nth)
 

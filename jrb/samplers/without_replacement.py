@@ -1,4 +1,4 @@
-"""Epochs: every anchor once, or a few times, then again in another order."""
+"""A sampler of epochs, in each of which every anchor is drawn once or a few times."""
 
 from typing import ClassVar
 
@@ -15,11 +15,11 @@ class EpochState(DrawCounts):
     """The progress of an epoch.
 
     Attributes:
-        seed: uint32 `[2]`, of the permutation of this pass.
-        length: int32 `[]`, the anchors there were at its start.
-        position: int32 `[]`, how many of them this pass has drawn.
-        passes: int32 `[]`, how many were begun, including this one.
-        left: int32 `[]`, how many anchors have departed since, around the ring.
+        seed: uint32 `[2]`, the seed of the permutation of this pass.
+        length: int32 `[]`, the number of anchors at the start of the epoch; 0 to begin a new one.
+        position: int32 `[]`, the number of anchors that this pass has drawn.
+        passes: int32 `[]`, the number of passes begun in this epoch.
+        left: int32 `[]`, the number of anchors that departed in this epoch, modulo `_turn`.
     """
 
     seed: jax.Array
@@ -31,25 +31,25 @@ class EpochState(DrawCounts):
 
 @pytree.component
 class WithoutReplacement(Sampler):
-    """Draws each anchor once an epoch, or `uses` times, in random order, in O(1) memory.
+    """Draws each anchor once per epoch, or `uses` times, in random order, in O(1) memory.
 
-    `draw` moves on; `sample` shows what the next `draw` with the same key gives. An epoch is over
-    the slots that were held at its start: rows written meanwhile join the next one, and a slot that
-    was overwritten meanwhile gives its new item. It goes over them in `uses` passes, one after the
-    other, each in an order of its own: the second drawing of anything comes after the first of
-    everything. Then nothing of it is drawn until the next epoch, which the next draw begins.
+    `draw` advances the epoch; `sample` returns what `draw` with the same key would. An epoch covers
+    the slots that are held at its start: rows that are written later belong to the next epoch, and
+    a slot that is overwritten gives its new item. An epoch has `uses` passes, each in another
+    order, so that every anchor is drawn once before any is drawn twice. The draw after the last
+    pass begins a new epoch.
 
-    The key chooses the order when a pass begins; within one it changes nothing. The last batch of a
-    pass is short: the rest of it is masked. Units with fewer anchors than slots: one that left
-    gives one that came since, or a masked item; and where a write shuffles the anchors that stay
-    (episodes, stacks or strict n-step returns of several environments), the next draw begins an
-    epoch.
+    The key chooses the order when a pass begins; other keys have no effect. If the last batch of a
+    pass is short, its end is masked. If a unit has fewer anchors than slots, an anchor that
+    departed is replaced by one that entered since, or masked; and if a write reorders the anchors
+    that remain (episodes, frame stacks or strict n-step returns of several environments), the next
+    draw begins a new epoch.
 
     Attributes:
-        drop_last: whether a short last batch is left out, and the next pass begun instead.
-        shuffle: whether the order is random; if not, anchors come in theirs, oldest first.
-        uses: the number of passes of an epoch: each anchor is drawn once in each.
-        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
+        drop_last: if True, a short last batch is left out, and the next pass begins instead.
+        shuffle: if True, the order is random; otherwise oldest first.
+        uses: the number of passes in an epoch, each of which draws every anchor once.
+        count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -75,7 +75,7 @@ class WithoutReplacement(Sampler):
         checks.count("uses", self.uses, 2**31 - 1)
 
     def init(self, ring: Ring) -> EpochState:
-        """Returns the end of an epoch without anchors."""
+        """Returns an epoch without anchors, which has ended."""
         tallies = ("length", "position", "passes", "left")
         zeros = {name: jnp.zeros((), jnp.int32) for name in tallies}
         return EpochState(seed=jnp.zeros(2, jnp.uint32), **zeros)
@@ -83,7 +83,7 @@ class WithoutReplacement(Sampler):
     def on_write(
         self, ring: Ring, state: EpochState, change: AnchorUpdate, anchors: Anchors
     ) -> EpochState:
-        """Shifts ranks by the anchors that departed, or ends the epoch where others move too."""
+        """Counts departed anchors, which shift ranks; ends the epoch if ranks are reordered."""
         # Survivors have moved up by the departures, modulo the turn of ranks.
         departed = state.left.astype(jnp.uint32) + change.departed_count.astype(jnp.uint32)
         left = (departed % _turn(ring, state, anchors)).astype(jnp.int32)
@@ -94,7 +94,7 @@ class WithoutReplacement(Sampler):
     def rebuild_index(
         self, ring: Ring, state: EpochState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> EpochState:
-        """Continues the epoch if all rows that are held are anchors still, else ends it."""
+        """Continues the epoch if all held rows were anchors and still are; else ends it."""
         same = (old.count == new.count) & (old.all_held and new.all_held)
         return state.replace(length=jnp.where(same, state.length, 0))
 
@@ -107,7 +107,7 @@ class WithoutReplacement(Sampler):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[EpochState, Draw]:
-        """Draws the next B of the pass, or the first B of the next one."""
+        """Draws the next B anchors of the pass, or the first B of the next pass."""
         # This pass continues; if fewer than needed remain, the next one begins, or a new epoch.
         needed = batch_size if self.drop_last else 1
         over = state.position + needed > state.length
@@ -143,15 +143,15 @@ class WithoutReplacement(Sampler):
     def import_state(
         self, state: EpochState, old: EpochState, slots: jax.Array, new_slots: jax.Array
     ) -> EpochState:
-        """Begins an epoch with the next draw, as items are in other slots."""
+        """Returns `state`: the next draw begins an epoch, as items are in other slots."""
         return state
 
 
 def _turn(ring: Ring, state: EpochState, anchors: Anchors) -> jax.Array:
-    """Returns after how many departures a rank of the epoch is another anchor's, uint32 `[]`.
+    """Returns the number of departures after which a rank belongs to another anchor, uint32 `[]`.
 
-    If all slots are anchors, after N, so that a rank stays with its slot; else after as many as the
-    epoch began with. It never changes within an epoch, or an anchor might be drawn twice.
+    It is N if all held slots are anchors, so that a rank stays with its slot; else the length of
+    the epoch. It is constant within an epoch, or an anchor could be drawn twice.
     """
     length = jnp.maximum(state.length, 1)
     return (jnp.full_like(length, ring.capacity) if anchors.all_held else length).astype(jnp.uint32)

@@ -1,4 +1,4 @@
-"""One buffer in several shards, over the devices of a mesh."""
+"""A buffer of several shards, over the devices of a mesh."""
 
 from jrb._util.public import PublicNames
 from jrb.sharding.sharded import Sharded

@@ -1,9 +1,9 @@
 """The methods of a sharded buffer on one device, for the shards that it has.
 
 Each function gets `LocalShards`, hashable arguments, and the arrays of these shards (see
-`jrb.sharding.mesh.run`). Each shard draws its part of the batch from its own
-anchors. One `all_gather` then exchanges the statistics of all shards (`ShardStats`), from which
-every shard computes probabilities and weights over the items of all shards.
+`jrb.sharding.mesh.run`). Each shard draws its part of the batch from its own anchors. One
+`all_gather` then exchanges the statistics of all shards (`ShardStats`), from which every shard
+computes probabilities and weights over the items of all shards.
 
 S shards, s of them on this device, B batch, b = B / S.
 """
@@ -31,7 +31,7 @@ _TINY = float(np.finfo(np.float32).tiny)  # a weight of 0 is for entries that ar
 def blank(
     shards: LocalShards, part: Buffer, structure: Any, leaves: tuple[Any, ...]
 ) -> BufferState:
-    """Makes empty states for items of this structure and these specs."""
+    """Returns empty states for items of this structure and these specs of leaves."""
     spec = jax.tree.unflatten(structure, leaves)
 
     def blank(number: jax.Array) -> BufferState:
@@ -58,14 +58,14 @@ def each(
     Args:
         shards: the shards of this device.
         part: the description of one shard.
-        method: called with it, a state, `options`, and arguments.
+        method: the method, called with `part`, a state, `options`, and arguments.
         options: hashable arguments.
-        cuts: of the arguments.
-        splits: True if these are of all shards, and have to be cut.
-        returns_items: False for a method that leaves items alone, outside `jit`, where a compiled
-            function copies what it returns.
-        states: arrays `[s, ...]`.
-        arguments: arrays.
+        cuts: the cut of each argument.
+        splits: True if arguments are for all shards of this device, and must be split.
+        returns_items: False to leave items out of the result, if the method does not change them:
+            outside `jit`, a compiled function copies what it returns.
+        states: the states, arrays `[s, ...]`.
+        arguments: the array arguments of the method.
     """
     if splits:
         pairs = zip(arguments, cuts, strict=True)
@@ -90,14 +90,14 @@ def each(
 def in_each(
     shards: LocalShards, function: Callable[..., Any], count: int, merges: bool, *arguments: PyTree
 ) -> Any:
-    """Calls a function of `count` states and of parts of batches in each shard."""
+    """Calls a function in each shard, on `count` states and on parts of batches."""
     states, batches = arguments[:count], arguments[count:]
     result = jax.vmap(function)(*states, *shards.split(batches, 0))
     return merge_shards(result) if merges else result
 
 
 def size(shards: LocalShards, part: Buffer, states: BufferState) -> jax.Array:
-    """Returns how many items all shards hold, int32 `[]`."""
+    """Returns the number of items in all shards, int32 `[]`."""
     return shards.total(jax.vmap(part.size)(states))
 
 
@@ -133,17 +133,18 @@ def draw(
     key: jax.Array,
     beta: jax.Array | None,
 ) -> Any:
-    """Draws the part of a batch that is from these shards.
+    """Draws the parts of a batch that come from these shards.
 
     Args:
         shards: the shards of this device.
-        part: the description of one.
-        batch_size: b.
+        part: the description of one shard.
+        batch_size: b, the number of items from each shard.
         min_size: the items that all shards together must hold.
-        origin: of the sample.
-        returns: "state" for the states and the sample; outside `jit`, where a compiled function
-            copies what it returns, "sampler" for those of samplers, or "sample" for nothing else.
-        states: arrays `[s, ...]`.
+        origin: `Sample.origin` of the result.
+        returns: "state" for the states and the sample; "sampler" for the states of samplers and the
+            sample, or "sample" for it alone, outside `jit`, where a compiled function copies what
+            it returns.
+        states: the states, arrays `[s, ...]`.
         key: the same for all shards.
         beta: the exponent of the importance weights; None for the sampler's.
     """
@@ -184,19 +185,20 @@ def weighted(
     beta: jax.Array | None,
     shards: LocalShards,
 ) -> Draw:
-    """Returns the draws of some shards as parts of a draw from all.
+    """Returns the draws with probabilities and weights for a draw from all shards together.
 
-    With P_i the probability of anchor i among those of all shards, M_s the mass of its shard, M
-    that of all and n their anchors, its weight is (n P_i)^-beta S M_s / M, as shards draw equally
-    often, whatever their mass. A shard without mass is masked, and the others outweigh that.
+    With P_i the probability of anchor i among the n anchors of all shards, M_s the mass of its
+    shard and M that of all, its weight is (n P_i)^-beta S M_s / M, as shards draw equally many
+    items, whatever their mass. A shard without mass is masked, and the others get larger weights
+    for it.
 
     Args:
-        sampler: that of each shard.
+        sampler: the sampler of a shard.
         draws: arrays `[s, b]`, with probabilities among the anchors of the shard.
-        own: stats of these shards, arrays `[s]`.
-        every: stats of all, arrays `[S]`.
+        own: the stats of these shards, arrays `[s]`.
+        every: the stats of all shards, arrays `[S]`.
         beta: the exponent of the importance weights; None for the sampler's.
-        shards: how to communicate.
+        shards: the shards of this device.
     """
     # Computed alike in every shard and on any number of devices: sums by pairs, one inverse.
     power, num_shards = sampler.exponent(beta), len(every.mass)
@@ -228,7 +230,7 @@ def weighted(
 
 
 def _pairwise_sum(numbers: jax.Array) -> jax.Array:
-    """Returns the sum of `[S]`, added by pairs: alike in all programs, which `jnp.sum` is not."""
+    """Returns the sum of `[S]`, added by pairs, so that all programs round it alike."""
     while numbers.size > 1:
         # The order of additions is that of the shards, on any number of devices.
         even = jnp.pad(numbers, (0, numbers.size % 2))

@@ -1,8 +1,7 @@
 """Shards over the devices of a mesh: where each is, and how they communicate.
 
 S shards are on D devices, s = S / D on each, in order. A body is a function of the shards on one
-device. It is called inside `jax.shard_map`, by us or by the user, or once for all shards where
-there is no mesh.
+device. It is called inside a `jax.shard_map`, ours or the user's; without a mesh, once for all.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ Cuts = Cut | tuple[Cut, ...]
 """The cut of a result, or of each part of a tuple of results."""
 
 Body = Callable[..., Any]
-"""Called with `LocalShards`, static arguments, and the parts of arrays that are on this device."""
+"""A function of `LocalShards`, static arguments, and the parts of arrays on this device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +33,9 @@ class Layout:
     """The device that each shard is on.
 
     Attributes:
-        shards: S.
-        mesh: the mesh; None for the one that is set around a call, or one device.
-        axis: the axis of it that the shards are cut over.
+        shards: S, the number of shards.
+        mesh: the mesh; None for the mesh that is set around a call, or without one a single device.
+        axis: the axis of the mesh over which shards are cut.
     """
 
     shards: int
@@ -44,10 +43,10 @@ class Layout:
     axis: str
 
     def devices(self) -> int | None:
-        """Returns D; None where all shards are on one device.
+        """Returns D, the number of devices; None if all shards are on one.
 
         Raises:
-            ValueError: no such axis, or one whose devices cannot have as many shards each.
+            ValueError: the mesh has no such axis, or its length does not divide S.
         """
         mesh = self.mesh
         if mesh is None:
@@ -76,7 +75,7 @@ class Layout:
         return {device: numbers[index[0]] for device, index in indices.items() if index is not None}
 
     def is_inside(self) -> bool:
-        """Returns True if a `jax.shard_map` over the axis is around this: arguments are parts."""
+        """Returns True inside a `jax.shard_map` over the axis, where arguments are parts."""
         return self.axis in compiling.manual_axes()
 
 
@@ -85,31 +84,31 @@ class LocalShards:
     """The shards on this device, and how they communicate with all others.
 
     Attributes:
-        numbers: int32 `[s]`.
-        axis: of the mesh; None where all shards are on this device.
+        numbers: int32 `[s]`, the numbers of the shards.
+        axis: the axis of the mesh; None if all shards are on this device.
     """
 
     numbers: jax.Array
     axis: str | None
 
     def all_gather(self, stats: ShardStats) -> ShardStats:
-        """Returns the stats of all shards, arrays `[S]`, in one message: from arrays `[s]`."""
+        """Returns the stats of all shards, arrays `[S]`, from those of local ones, `[s]`."""
         if self.axis is None:
             return stats
         leaves, structure = jax.tree.flatten(stats)
-        # All fields are of 32 bits: as words they travel in one message instead of five.
+        # All fields have 32 bits: as words they are sent in one message instead of five.
         words = jnp.stack([lax.bitcast_convert_type(leaf, jnp.int32) for leaf in leaves], axis=1)
         columns = lax.all_gather(words, self.axis, tiled=True).T
         pairs = zip(columns, leaves, strict=True)
         return structure.unflatten(lax.bitcast_convert_type(it, leaf.dtype) for it, leaf in pairs)
 
     def max(self, numbers: jax.Array) -> jax.Array:
-        """Returns the greatest of all shards' numbers, `[]`."""
+        """Returns the greatest number of all shards, `[]`."""
         greatest = jnp.max(numbers)
         return greatest if self.axis is None else lax.pmax(greatest, self.axis)
 
     def total(self, counts: jax.Array) -> jax.Array:
-        """Returns the sum of all shards' counts, int32 `[]`; 2^31 - 1 where it is more."""
+        """Returns the sum of the counts of all shards, int32 `[]`, at most 2^31 - 1."""
         # float32 tells whether int32 has wrapped: near 2^31 its steps are 2^8.
         rough, exact = jnp.sum(counts.astype(jnp.float32)), jnp.sum(counts, dtype=jnp.int32)
         if self.axis is not None:
@@ -117,7 +116,7 @@ class LocalShards:
         return jnp.where(rough < 2.0**31 - 2.0**8, exact, 2**31 - 1)
 
     def split(self, tree: PyTree, axis: int) -> Any:
-        """Cuts an axis of leaves `[..., s * k, ...]` into one for shards: `[..., s, k, ...]`."""
+        """Splits an axis of leaves: `[..., s * k, ...]` becomes `[..., s, k, ...]`."""
 
         def split(leaf: Any) -> jax.Array:
             leaf = jnp.asarray(leaf)
@@ -133,7 +132,7 @@ class LocalShards:
 
 
 def merge_shards(tree: PyTree) -> Any:
-    """Returns leaves `[s, k, ...]` without the axis of shards: `[s * k, ...]`."""
+    """Merges the first two axes of leaves: `[s, k, ...]` becomes `[s * k, ...]`."""
     flat = lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
     return jax.tree.map(flat, tree)
 
@@ -146,15 +145,15 @@ def run(
     out: Cuts,
     arrays: tuple[Any, ...],
 ) -> Any:
-    """Calls a body for the shards of every device.
+    """Calls a body for the shards of each device.
 
     Args:
-        layout: where they are.
-        body: a function that equal calls share.
+        layout: the devices of the shards.
+        body: the function; equal calls must pass the same one, as programs are cached by it.
         static: hashable arguments.
-        cuts: for each of the arrays.
-        out: for the result.
-        arrays: pytrees, or None.
+        cuts: the cut of each array.
+        out: the cut of the result.
+        arrays: the array arguments, pytrees or None.
     """
     if layout.is_inside():
         return _call(layout, body, static, layout.devices() or 1, *arrays)
@@ -171,7 +170,7 @@ def _run(
     limits: compiling.SerialLimits,
     arrays: tuple[Any, ...],
 ) -> Any:
-    """`run` from outside a `jax.shard_map`; the limits are part of the key of compiled programs."""
+    """Does `run` outside a `jax.shard_map`; the limits are part of the key of programs."""
     # Only for the key of compiled programs: a draw within a loop is another program.
     del limits
     devices = layout.devices()

@@ -1,4 +1,4 @@
-"""One buffer in several shards, over the devices of a mesh."""
+"""A buffer of several shards, over the devices of a mesh."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,13 +24,12 @@ _run = explained(mesh.run)
 
 
 class _ShardedMethod(NamedTuple):
-    """The way in which a method of a buffer is called for its shards.
+    """Describes how a method of a buffer is called for its shards.
 
     Attributes:
-        out: the cut of what it returns.
-        changes: "items" if it writes items; "index" if it leaves them alone; "" if it only reads.
-        per_env: True if its arguments have an axis of environments, which all shards share where
-            the buffer has none.
+        out: the cut of the result.
+        changes: "items" if it writes items; "index" if it changes other arrays only; "" if none.
+        per_env: True if arguments have an axis of environments; without one, all shards share them.
     """
 
     out: Cuts = 0
@@ -57,7 +56,7 @@ _METHODS = {
 
 @pytree.component
 class Sharded:
-    """A buffer in S shards, each an ordinary one of N / S slots and E / S environments.
+    """A buffer of S shards, each an ordinary buffer of N / S slots and E / S environments.
 
     Its methods are those of a buffer, on arrays that are cut over an axis of a mesh: states have a
     leading axis `[S, ...]`, items have all environments, batches are as for one buffer. Results
@@ -66,16 +65,16 @@ class Sharded:
     `jax.shard_map` over the axis, where each device passes its part of every argument, and the same
     key.
 
-    A draw is as exact as one from a single buffer. Each shard draws B / S of its own anchors; the
-    weights correct for its share of the whole: `(n P_i)^-beta S M_s / M`, with P_i the probability
-    of anchor i among all n, M_s the mass of its shard and M that of all. A mean of `weights * loss`
-    over the batch has the expectation that it has with one buffer. If a shard has nothing to draw,
-    its part of the batch is masked, and the others weigh more. Samplers that consume do so in each
-    shard separately, and have no weights.
+    Batches have the same distribution as those of a single buffer. Each shard draws B / S of its
+    own anchors; the weights correct for its share of the mass: `(n P_i)^-beta S M_s / M`, with P_i
+    the probability of anchor i among all n, M_s the mass of its shard and M that of all. A mean of
+    `weights * loss` over the batch has the expectation that it has with one buffer. If a shard has
+    nothing to draw, its part of the batch is masked, and the others get larger weights. Samplers
+    that consume do so in each shard separately, and have no weights.
 
     Only `draw` and `sample` communicate between devices: a few numbers of each shard, in one
-    `all_gather`, and with `normalize="batch"` one maximum. Writers that rank items, and reservoirs,
-    keep the best, or a sample, of each shard.
+    `all_gather`, and with `normalize="batch"` one maximum. `jrb.MaxValue` and `jrb.Reservoir` keep
+    the best items, or a sample, of each shard.
 
     N capacity, E environments, B batch, S shards, D devices.
 
@@ -83,11 +82,11 @@ class Sharded:
     refused: `jrb.remote(buffer, shards=k)` keeps such a buffer in several processes.
 
     Attributes:
-        buffer: the buffer that the shards are together.
-        shards: S, which divides E and B.
+        buffer: the description of the whole buffer.
+        shards: S, the number of shards, which divides E and B.
         mesh: None for the mesh that is set around a call (`jax.set_mesh`); without one, all shards
-            are on one device. Pickled, it is that of the devices with the same numbers.
-        axis: the axis of the mesh that the shards are cut over.
+            are on one device. After unpickling, it has the devices with the same numbers.
+        axis: the axis of the mesh over which the shards are cut.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -164,7 +163,7 @@ class Sharded:
 
     @property
     def batch_size(self) -> int | None:
-        """B of all shards together."""
+        """B, the size of batches from all shards together."""
         return self.buffer.batch_size
 
     @property
@@ -177,12 +176,12 @@ class Sharded:
         return f"{self.shards} shards of {origin_of(self.buffer)}"
 
     def init(self, example: Item) -> Any:
-        """Makes empty states, arrays `[S, ...]`, cut over the axis: see `ReplayBuffer.init`."""
+        """Returns empty states, arrays `[S, ...]`, cut over the axis: see `ReplayBuffer.init`."""
         leaves, structure = jax.tree.flatten(self.part._stored_spec(example))
         return _run(self.layout, joint.blank, (self.part, structure, tuple(leaves)), (), 0, ())
 
     def nbytes(self, example: Item) -> int:
-        """Returns the bytes of all shards together that `init(example)` allocates."""
+        """Returns the number of bytes that `init(example)` allocates for all shards."""
         return self.shards * self.part.nbytes(example)
 
     def add(
@@ -208,7 +207,7 @@ class Sharded:
     def _write(
         self, name: str, axis: int, state: BufferState, items: Item, mask: Any, priorities: Any
     ) -> Any:
-        """Writes items whose environments are along an axis."""
+        """Writes items that have an axis of environments, `axis`."""
         items = casting.accepted(items, name, self.buffer.cast)
         if self.buffer.num_envs is not None:
             # Inside a `jax.shard_map`, each device passes its own environments.
@@ -253,9 +252,9 @@ class Sharded:
             beta: the exponent of the weights, float `[]`, may be traced; None for the sampler's.
 
         Returns:
-            The state, and the batch, cut over the axis: first the part of shard 0, then of shard 1,
-            as `info["shard"]` says, int32 `[B]`. `indices` are slots of that shard;
-            `probabilities` are those among the anchors of all shards.
+            The state; and the batch, cut over the axis: the part of shard 0, then that of shard 1,
+            and so on. `info["shard"]`, int32 `[B]`, is the shard of each item, `indices` its slot
+            there, and `probabilities` are those among the anchors of all shards.
 
         Raises:
             ValueError: as for `ReplayBuffer.draw`.
@@ -271,7 +270,7 @@ class Sharded:
         quiet: bool = False,
         moves: bool = True,
     ) -> tuple[Any, Sample]:
-        """Draws; quiet, there may be nothing, as for a `Mix`; unless it moves, as `sample`."""
+        """Does `draw`, or `sample` unless `moves`; if `quiet`, there may be nothing to draw."""
         self._check_state(state)
         count, beta = draw_arguments(self.batch_size, key, batch_size, beta)
         self._check_divides("batch_size", count)
@@ -297,7 +296,7 @@ class Sharded:
     ) -> Any:
         """Sets priorities `[B]` for a `Sample`; or `[S, K]` for slots of each shard, int32.
 
-        Those in the part of the batch of another shard stay as they are: keep their order.
+        Keep the order of the sample: entries in the part of another shard are ignored.
         """
         priorities = checks.given_numbers("update_priority: priorities", priorities)
         pairs = (sample_or_indices, 0), (priorities, 0)
@@ -319,12 +318,12 @@ class Sharded:
     def set(
         self, state: BufferState, where: Sample | jax.Array | EllipsisType, values: Item
     ) -> Any:
-        """Sets leaves of items that are held: see `ReplayBuffer.set`.
+        """Sets leaves of stored items: see `ReplayBuffer.set`.
 
         Args:
             state: may be donated.
             where: a `Sample`; slots of each shard, int32 `[S, K]`; or `...` for all.
-            values: any of the leaves, `[B, ...]`, `[S, K, ...]`, or `[S, N / S, ...]` for `...`.
+            values: some of the leaves, `[B, ...]`, `[S, K, ...]`, or `[S, N / S, ...]` for `...`.
         """
         values = casting.accepted(values, "set", self.buffer.cast)
         if where is ...:
@@ -335,19 +334,19 @@ class Sharded:
     def map(
         self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024
     ) -> Any:
-        """Applies a function to all items that are held: see `ReplayBuffer.map`."""
+        """Applies a function to all stored items: see `ReplayBuffer.map`."""
         return self._call("map", state, options=(function, batch_size))
 
     def drop(self, state: BufferState, where: Sample | jax.Array) -> Any:
-        """Excludes anchors: of a `Sample`, or at slots `[S, K]`; see `ReplayBuffer.drop`."""
+        """Excludes the anchors of a `Sample`, or at slots `[S, K]`: see `ReplayBuffer.drop`."""
         return self._call("drop", state, (where, 0), splits=isinstance(where, Sample))
 
     def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
-        """Returns slots, int32 `[S, N / S]`, oldest first; and how many hold items, `[S]`."""
+        """Returns slots, int32 `[S, N / S]`, oldest first; and the numbers of items, `[S]`."""
         return self._call("in_order", state)
 
     def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
-        """Returns the slots of the newest rows, int32 `[S, n, E / S]`; and which of them exist."""
+        """Returns the slots of the newest rows, int32 `[S, n, E / S]`, and True for those held."""
         checks.count("n", n, self.part.ring.rows)
         return self._call("newest", state, options=(int(n),))
 
@@ -356,7 +355,7 @@ class Sharded:
         return self._call("priorities", state, (slots, 0), splits=False)
 
     def size(self, state: BufferState) -> jax.Array:
-        """Returns the transitions that all shards hold, int32 `[]`; at most 2^31 - 1."""
+        """Returns the number of transitions in all shards, int32 `[]`; at most 2^31 - 1."""
         self._check_state(state)
         return _run(self.layout, joint.size, (self.part,), (0,), None, (state,))
 
@@ -373,7 +372,7 @@ class Sharded:
         return _run(self.layout, joint.can_add, (self.part,), (0,), None, (state,))
 
     def empty(self, state: BufferState) -> Any:
-        """Returns the state without its items."""
+        """Returns the state without items."""
         return self._call("empty", state)
 
     def in_each(
@@ -386,7 +385,7 @@ class Sharded:
         """Calls a function for each shard.
 
         Args:
-            function: hashable, of arrays of one shard.
+            function: a hashable function of arrays of one shard.
             states: its first arguments, arrays `[S, ...]`.
             batches: the others, arrays `[B, ...]` as from `draw`; each shard gets its part.
             merges: True if the results are parts of a batch, and not of a state.
@@ -406,11 +405,11 @@ class Sharded:
         No array moves from one device to another.
 
         Raises:
-            ValueError: it is no state of S shards.
+            ValueError: the state does not have S shards.
         """
         num_shards = self.shards
         leaves, structure = jax.tree.flatten(state)
-        # Large arrays, of which a shard is taken out only when it is read.
+        # Large arrays, whose shards are copied only when they are read.
         items = set(map(id, jax.tree.leaves(state.storage)))
         parts = []
         for leaf in leaves:
@@ -428,10 +427,10 @@ class Sharded:
         }
 
     def join(self, states: dict[int, BufferState]) -> Any:
-        """Returns the state of all shards, from those that this process has, by number.
+        """Returns the state of all shards, given the states that this process has, by number.
 
         Args:
-            states: for each device, those of its shards are on it, or on the host.
+            states: the states, each on the device of its shard or on the host.
         """
         if self.mesh is None:
             each = [states[number] for number in range(self.shards)]
@@ -451,11 +450,7 @@ class Sharded:
         return jax.tree.map(join_leaf, *states.values())
 
     def on_mesh(self, device: Any) -> Self:
-        """Returns the description on the mesh that was named in place of a device.
-
-        Raises:
-            TypeError: it is no mesh.
-        """
+        """Returns the description on the mesh `device`, None for no change; else a TypeError."""
         if device is None:
             return self
         if not isinstance(device, jax.sharding.Mesh):
@@ -475,8 +470,8 @@ class Sharded:
     ) -> Any:
         """Calls a method of the buffer in each shard.
 
-        `pairs` are its arguments and where each is cut, `options` arguments that are no arrays;
-        unless it `splits`, arguments have an axis of shards already.
+        `pairs` are the array arguments, each with its cut; `options` are other arguments. If
+        `splits` is False, arrays have an axis of shards already.
         """
         self._check_state(state)
         method, returns_items = _METHODS[name], True
@@ -523,7 +518,7 @@ class Sharded:
 
 
 def _unpickled(buffer: ReplayBuffer, shards: int, named: Any, axis: str) -> Sharded:
-    """Makes the description, on the devices of this program that have the same numbers.
+    """Returns the description on a mesh of this program's devices with the same numbers.
 
     `named` is the platform of the mesh's devices, their numbers, and the names and types of its
     axes; None without a mesh.
@@ -547,14 +542,14 @@ def _unpickled(buffer: ReplayBuffer, shards: int, named: Any, axis: str) -> Shar
 
 
 def _axis_of_mask(mask: jax.Array | None, axis: int) -> Cut:
-    """Returns the axis of a mask that is cut, if it has one of environments."""
+    """Returns the axis of environments of a mask, which is cut; None if it has none."""
     return axis if mask is not None and np.ndim(mask) > axis else None
 
 
 def _shards_of(leaf: Leaf, is_large: bool) -> dict[int, Any]:
-    """Returns the entries of an array that this process has, by their numbers.
+    """Returns the shards of an array that this process has, by number.
 
-    On the CPU they are not copied; entries of a large array on a device are taken out later.
+    On the CPU they are not copied; those of a large array on a device are copied when read.
     """
     if isinstance(leaf, np.ndarray):
         return dict(enumerate(leaf))

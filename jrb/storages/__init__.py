@@ -1,4 +1,4 @@
-"""Storages: put rows at slots, get rows at slots."""
+"""Storages keep the items: they write rows to slots, and read them."""
 
 from jrb._util.public import PublicNames
 from jrb.storages.device import DeviceStorage

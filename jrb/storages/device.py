@@ -1,4 +1,4 @@
-"""Arrays on the device: one for each large leaf, `[N, ...]`, and few for all small ones.
+"""The storage on the device: an array for each large leaf, and few for all small ones.
 
 N capacity, E environments, M capacity of the pool of last observations.
 
@@ -80,7 +80,7 @@ class DeviceStorage(Storage):
         return self.share_next_observations
 
     def init(self, context: Context, spec: Item) -> Any:
-        """Makes arrays of zeros."""
+        """Returns arrays of zeros."""
         ring = context.ring
         if not self.share_next_observations:
             # Measured on a CPU, windows of 64 rows of 160 bytes in a ring of 10^6: an add and a
@@ -125,13 +125,13 @@ class DeviceStorage(Storage):
     def read_with(
         self, context: Context, state: PartState, where: SlotsForLeaf, lookups: list[AuxRead]
     ) -> tuple[Item, list[jax.Array]]:
-        """Reads items, and by one gather each the lookups."""
+        """Reads items, and each of the lookups by one gather."""
         if self.share_next_observations:
             return _read_shared(context, state, where, lookups)
         return packed.get(state, where, lookups)
 
     def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
-        """Returns if there are observations among these leaves that are stored once."""
+        """Returns True if any of these leaves is an observation that is stored once."""
         if not self.share_next_observations:
             return False
         twins = shared_leaves(packed.spec(state.items), context.keys)
@@ -144,27 +144,27 @@ class DeviceStorage(Storage):
         slots: jax.Array | None,
         values: dict[str, jax.Array],
     ) -> Any:
-        """Scatters the items of each leaf, or sets another array for all."""
+        """Scatters new values of each leaf to slots, or replaces its whole array."""
         new = packed.edit(self.slotted(state), slots, values)
         return state.replace(items=new) if self.share_next_observations else new
 
     def slotted(self, state: PartState) -> Item:
-        """Returns the items; not where next observations are."""
+        """Returns the items, without the arrays that locate shared next observations."""
         return state.items if self.share_next_observations else state
 
 
 class SharedObservations(pytree.State):
-    """Items whose next observations are shared with their successors."""
+    """The state of a storage in which rows share next observations with the rows after them."""
 
     items: Item  # as in a plain storage; observations have N + M + E rows, next observations none
-    pointer: jax.Array  # int32 [N], where in the pool a slot's next observation is; -1 for nowhere
-    owner: jax.Array  # int32 [M], the slot that each entry of the pool is for
+    pointer: jax.Array  # int32 [N], the pool entry with a slot's next observation; -1 for none
+    owner: jax.Array  # int32 [M], the slot whose next observation each pool entry is
     head: jax.Array = pytree.cursor()  # int32 [], the oldest entry
     count: jax.Array = pytree.tally()  # int32 [], the number of entries
 
 
 def shared_leaves(spec: Item, keys: Keys) -> dict[str, str]:
-    """Maps leaves of the next observation to those of the observation that hold their rows."""
+    """Maps leaves of the next observation to leaves of the observation that hold their rows."""
     named = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
     twins = {name: keys.twin(name) for name in named}
     return {
@@ -175,7 +175,7 @@ def shared_leaves(spec: Item, keys: Keys) -> dict[str, str]:
 
 
 def _init_shared(context: Context, spec: Item, room: int) -> SharedObservations:
-    """Makes a state without items, with `room` for last observations."""
+    """Returns a state without items, with a pool of `room` next observations."""
     ring, keys = context.ring, context.keys
     shared = shared_leaves(spec, keys)
     if not shared:
@@ -188,7 +188,7 @@ def _init_shared(context: Context, spec: Item, room: int) -> SharedObservations:
 
     def zeros(path: tuple, leaf: Leaf) -> Any:
         name = pytree.leaf_name(path)
-        # Behind the ring: the pool, and the tail with the next observations of the newest row.
+        # After the ring: the pool, and the tail with the next observations of the newest row.
         more = room + ring.envs if name in shared.values() else 0
         return packed.zeros_column(0 if name in shared else ring.capacity + more, leaf)
 
@@ -209,7 +209,7 @@ def _columns(items: Item) -> dict[str, Any]:
 def _read_shared(
     context: Context, state: SharedObservations, where: SlotsForLeaf, lookups: Sequence[AuxRead]
 ) -> tuple[Item, list[jax.Array]]:
-    """Reads leaves, one gather each: next observations from the array of the observations."""
+    """Reads each leaf by one gather; next observations from the array of observations."""
     shared = shared_leaves(packed.spec(state.items), context.keys)
     columns, slots_of = _columns(state.items), {}
     # Computed once for all leaves that are read at the same slots: `pointer` is gathered once.
@@ -234,12 +234,12 @@ def _read_shared(
 def next_observation_rows(
     context: Context, state: SharedObservations, slots: jax.Array
 ) -> jax.Array:
-    """Returns the row of the arrays of observations with the next observation of each slot."""
+    """Returns the row of the arrays of observations that is each slot's next observation."""
     ring = context.ring
     pointer = gather.read(state.pointer, slots)
     is_newest = context.held.after(ring, slots) <= 0
     tail = ring.capacity + state.owner.size + ring.env_of(slots)
-    # Three places: the observation of the next row, the pool, or, of the newest row, the tail.
+    # It is the observation of the next row, in the pool, or, for the newest row, in the tail.
     later = jnp.where(pointer < 0, ring.slot_after(slots, ring.envs), ring.capacity + pointer)
     return jnp.where(is_newest, tail, later)
 
@@ -247,7 +247,7 @@ def next_observation_rows(
 def _write_shared(
     context: Context, state: SharedObservations, plan: WritePlan, items: Item
 ) -> tuple[SharedObservations, WritePlan]:
-    """Writes observations one row after the other, and all else at once."""
+    """Writes observations row by row, and all other leaves at once."""
     shared = shared_leaves(packed.spec(state.items), context.keys)
     new = {name: packed.to_words(leaf) for name, leaf in _columns(items).items()}
     old = _columns(state.items)
@@ -268,7 +268,7 @@ def _write_shared(
         return column if name in shared else packed.put_column(column, plan, new[name])
 
     items = jax.tree_util.tree_map_with_path(put, state.items, is_leaf=packed.is_column)
-    # Rows that left for the pool's sake are expired, and if they came with this call, not written.
+    # Rows removed to free pool entries are expired; those of this call are not written at all.
     expired = before + plan.rows - num_rows
     stays = before + plan.passed > expired
     drop = lambda slots, stays: jnp.where(stays, slots, context.ring.capacity)
@@ -283,22 +283,22 @@ def _write_shared(
 
 
 def _write_row(context: Context, plan: WritePlan, both: Any, t: Any, carry: Any) -> Any:
-    """Writes row t: settles the row before it, and makes room in the pool.
+    """Writes row t, after storing the next observation of the row before it.
 
-    `context` is that before the call. `both` maps the name of an observation to that of the next
-    one, and to their rows `[T, E, ...]`.
+    `context` is the one before the call. `both` maps the name of a leaf of the observation to the
+    name of the leaf of the next one, and to the rows of both, `[T, E, ...]`.
     """
     arrays, state, num_rows = carry  # observations by name, and how many rows are held
     ring, room, is_written = context.ring, state.owner.size, plan.written[t]
     envs = jnp.arange(ring.envs, dtype=jnp.int32)
-    tail, end = ring.capacity + room, ring.capacity + room + ring.envs  # nothing is at the end
+    tail, end = ring.capacity + room, ring.capacity + room + ring.envs  # `end` is out of range
     waited = jnp.minimum(state.head, 0)  # zero, not known before what earlier draws read
     cursor = context.held.next_row(ring)[0]  # of the first row of the call
     start = ring.row_after(cursor, plan.passed[t] - 1 + ring.rows) * ring.envs
     before = ring.slot_before(start, ring.envs) + envs
 
-    # What was kept as the next observation of the row before is compared with the observation that
-    # has come. Where they are the same, it may go: the row that is written now holds it.
+    # The next observation of the row before, which is in the tail, is compared with the observation
+    # of this row. If they are equal, it need not be kept: the row that is written now holds it.
     has_before = is_written & (num_rows > 0)
     compared = [(arrays[name][tail:], one[t]) for name, (_, one, _) in both.items()]
     differ = lambda: jnp.any(jnp.stack([_differ(*pair) for pair in compared]), axis=0)
@@ -306,7 +306,7 @@ def _write_row(context: Context, plan: WritePlan, both: Any, t: Any, carry: Any)
     differs = has_before & dependencies.materialize(differ)
     state, num_rows = _make_room(ring, state, start, num_rows, is_written, differs)
 
-    # Else it moves from the tail to the pool, before the tail gets the new next observation.
+    # If not, it moves from the tail to the pool, before the tail gets the new next observation.
     entry = (state.head + state.count + jnp.cumsum(differs, dtype=jnp.int32) - 1) % room
     to_pool = jnp.where(differs, ring.capacity + entry, end) + waited
     to_ring = jnp.where(is_written, start, end) + waited
@@ -337,20 +337,20 @@ def _make_room(
     is_written: jax.Array,
     differs: jax.Array,
 ) -> tuple[SharedObservations, jax.Array]:
-    """Lets rows leave that the new one, at `start`, overwrites, or whose entries it needs.
+    """Removes rows that the new one, at `start`, overwrites, or whose pool entries it needs.
 
-    Entries are needed by the environments that differ, bool `[E]`. Returns the state, and how many
-    rows are still held.
+    Each environment that `differs`, bool `[E]`, needs an entry. Returns the state, and the number
+    of rows that are still held.
     """
     room = state.owner.size
     first = jnp.arange(min(3 * ring.envs, room), dtype=jnp.int32)
-    # Oldest first. At most E entries are needed, E - 1 more are of the last row that gives one up,
-    # and E of the row that is overwritten: no more than 3 E leave.
+    # Oldest first. At most E entries are needed, E - 1 more belong to the last row that is removed
+    # for them, and E to the row that is overwritten: no more than 3 E are freed.
     owners = gather.read(state.owner, (state.head + first) % room)
     # How many rows older than the new one an owner is, 1 to R.
     age = (start - owners - 1 + ring.capacity) % ring.capacity // ring.envs + 1
     entries = first < state.count
-    most = jnp.where(is_written, ring.rows - 1, ring.rows)  # rows beside the new one
+    most = jnp.where(is_written, ring.rows - 1, ring.rows)  # without the new row
     needed = state.count + jnp.sum(differs, dtype=jnp.int32) - room
     limit = jnp.min(jnp.where(entries & (first < needed), age - 1, ring.rows))
     kept = jnp.minimum(jnp.minimum(num_rows, most), limit)
@@ -359,13 +359,13 @@ def _make_room(
 
 
 def _differ(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns which rows `[E, ...]` differ in any bit, bool `[E]`."""
+    """Returns True for rows `[E, ...]` that differ in any bit, bool `[E]`."""
     one, other = _integers(one), _integers(other)
     return jnp.any((one != other).reshape(one.shape[0], -1), axis=1)
 
 
 def _integers(leaf: jax.Array) -> jax.Array:
-    """Returns the bits of a leaf as numbers that are equal only to themselves."""
+    """Returns a leaf as integers with the same bits, which are equal only if the bits are."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

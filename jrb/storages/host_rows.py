@@ -1,4 +1,4 @@
-"""Storages of arrays on the host, whatever keeps their rows: outside jitted code and inside."""
+"""The base classes of storages of arrays on the host, outside and inside jitted code."""
 
 import abc
 import contextlib
@@ -24,7 +24,7 @@ from jrb.types import Context, HostState, HostStorage, Item, SlotsForLeaf, Write
 from jrb.types.messages import PartState
 
 Version = Any
-"""uint32 `[2]` of JAX or NumPy: the number of a write, high and low word."""
+"""The number of a write: uint32 `[2]` of JAX or NumPy, its high and low word."""
 
 VERSION = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
@@ -32,15 +32,15 @@ VERSION = jax.ShapeDtypeStruct((2,), jnp.uint32)
 class HostRows(abc.ABC):
     """The rows of one buffer, which all its states share.
 
-    Each write makes another version, uint32 `[2]`, which belongs to the state that it returns.
+    Each write makes a new version, uint32 `[2]`, which belongs to the state that the write returns.
 
     Attributes:
-        capacity: N.
-        spec: one item, `jax.ShapeDtypeStruct`s.
-        spec_key: the spec as a key of a dict.
-        names: of its leaves.
-        raw: the specs of its leaves as they are stored on the host, keys as their words.
-        path: where a save is a commit of the rows themselves; None for nowhere.
+        capacity: N, the number of slots.
+        spec: the spec of one item, `jax.ShapeDtypeStruct`s.
+        spec_key: the spec as a hashable key.
+        names: the names of the leaves.
+        raw: the specs of the leaves as they are stored on the host, PRNG keys as their words.
+        path: the folder that these rows are in, to which a save is a commit; None if there is none.
     """
 
     path: str | None = None
@@ -71,47 +71,47 @@ class HostRows(abc.ABC):
         """Writes all leaves, `[T, E, ...]`, at slots `[T, E]`, and returns the next version.
 
         Args:
-            version: of the state, which must be the newest, else it raises `StaleError`.
-            slots: those of N or more are left out.
-            leaves: in the order of the items' leaves, keys as their words.
-            patient: whether draws that are under way are waited for.
-            replace: whether the rows are those at these slots with other values, and not new ones.
+            version: the version of the state; raises `StaleError` unless it is the newest.
+            slots: integers `[T, E]`; those of N or more are skipped.
+            leaves: in the order of the items' leaves, PRNG keys as their words.
+            patient: if True, waits for draws that are under way.
+            replace: if True, the rows are new values of the rows at these slots, and not new rows.
         """
 
     @abc.abstractmethod
     def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
-        """Returns a leaf, by its number, at slots `[B]` as bytes, uint8 `[B, width]`.
+        """Returns leaf number `leaf` at slots `[B]` as bytes, uint8 `[B, width]`.
 
         Raises `StaleError` if a row there was overwritten after this version.
         """
 
     def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
-        """Returns each leaf at slots of its own, as `read_leaf`."""
+        """Returns each leaf at its own slots, as `read_leaf` does."""
         return [self.read_leaf(version, leaf, at) for leaf, at in enumerate(slots)]
 
     @abc.abstractmethod
     def check_newest(self, version: Version) -> None:
-        """Raises `StaleError` unless it is the newest version."""
+        """Raises `StaleError` unless `version` is the newest."""
 
     @property
     def reach(self) -> int:
-        """The slot from which on none was ever written; rows there are zeros."""
+        """The slot from which on no slot was ever written; rows there are zeros."""
         return self.capacity
 
     def drawing(self) -> AbstractContextManager[None]:
-        """A time during which other threads overwrite nothing."""
+        """Returns a context in which other threads overwrite nothing."""
         return contextlib.nullcontext()
 
     def writing(self, version: Version) -> AbstractContextManager[None]:
-        """A time after which, if something interrupts it, this version is the newest again."""
+        """Returns a context for a write; if interrupted, `version` is the newest again."""
         return contextlib.nullcontext()
 
     def edit(
         self, version: Version, slots: np.ndarray, names: tuple[str, ...], *leaves: Any
     ) -> np.ndarray:
-        """Writes some leaves `[B, ...]`, by their names, at slots `[B]`, as `put`.
+        """Writes some leaves `[B, ...]`, by name, at slots `[B]`, and returns the next version.
 
-        Of slots that are given twice, the last one counts.
+        If a slot occurs twice, its last values count.
         """
         self.check_newest(version)
         flat, which = _distinct(slots, self.capacity)
@@ -124,8 +124,8 @@ class HostRows(abc.ABC):
         return self.put(version, at, *rows, patient=True, replace=True)
 
     def take(self, version: Version, slots: list[Any]) -> list[np.ndarray]:
-        """Returns the leaves at slots of any shape, an array of slots for each; zeros at -1."""
-        # Mostly, one array stands for all leaves: it is looked at once.
+        """Returns each leaf at its own array of slots, of any shape; zeros at slots of -1."""
+        # Mostly, all leaves have the same array of slots, which is then checked once.
         flat = {id(at): np.asarray(at).reshape(-1) for at in slots}
         blank = {key: bool(at.size) and at.item(at.argmin()) < 0 for key, at in flat.items()}
         some = {key: at[at >= 0] if blank[key] else at for key, at in flat.items()}
@@ -144,16 +144,15 @@ class HostRows(abc.ABC):
     ) -> Item:
         """Returns the items at slots of any shape, on a device; None for the default one."""
         leaves = self.take(version, slots)
-        # Small arguments of a compiled function come to the default device five times as fast as by
-        # `device_put`; but it is compiled for every shape, of which draws have few, and copies
-        # large ones.
+        # Small arrays get to the default device five times as fast as arguments of a compiled
+        # function. It is compiled for each shape, of which draws have few, and copies large arrays.
         if is_draw and device is None and all(leaf.nbytes < table.SMALL for leaf in leaves):
             return _handed_over(leaves, spec=self.spec_key)
         return self.items(jax.device_put(leaves, device))
 
     def call(self, version: jax.Array, slots: list[jax.Array]) -> list[jax.Array]:
-        """Returns the leaves as `take`, from jitted code."""
-        # Each array of slots travels to the host once, however many leaves are read at it.
+        """Returns the leaves as `take` does, called from jitted code."""
+        # Each array of slots is copied to the host once, however many leaves are read at it.
         unique = UniqueSlots.of(slots, lambda at: at)
         shapes = [
             jax.ShapeDtypeStruct((*at.shape, *spec.shape), spec.dtype)
@@ -167,7 +166,7 @@ class HostRows(abc.ABC):
         return call(fetch, shapes, version, *unique.values)
 
     def items(self, leaves: list[Any]) -> Item:
-        """Returns the items of these leaves, keys wrapped again."""
+        """Returns the items made of these leaves, with PRNG keys wrapped again."""
         return _items(leaves, self.spec)
 
 
@@ -183,9 +182,9 @@ def _handed_over(leaves: list[jax.Array], spec: SpecKey) -> Item:
 
 
 def _distinct(slots: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns slots in one line, int64 `[B]`, and which of them are distinct and below N.
+    """Returns flat slots, int64 `[B]`, and the positions in them of distinct slots below N.
 
-    Of equal ones it is the last.
+    For equal slots, it is the position of the last.
     """
     flat = np.asarray(slots).reshape(-1).astype(np.int64)
     # The first index in the reversed array is the last in the array itself.
@@ -194,9 +193,9 @@ def _distinct(slots: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]
 
 
 class PlainRows(HostRows):
-    """Rows anywhere, which `write_rows` and `read_rows` of a subclass write and read.
+    """Rows that a subclass keeps anywhere, by its methods `write_rows` and `read_rows`.
 
-    The number of the last write to every slot shows which rows are newer than the state that reads.
+    The number of the last write to every slot is stored, to refuse reads of rows that are too new.
     """
 
     def __init__(self, capacity: int, spec: Item) -> None:
@@ -205,11 +204,11 @@ class PlainRows(HostRows):
 
     @abc.abstractmethod
     def write_rows(self, slots: np.ndarray, leaves: list[np.ndarray]) -> None:
-        """Puts leaves `[B, ...]`, as in `raw`, at slots, distinct int64 `[B]`."""
+        """Writes leaves `[B, ...]`, of the specs in `raw`, at distinct slots, int64 `[B]`."""
 
     @abc.abstractmethod
     def read_rows(self, leaf: int, slots: np.ndarray) -> np.ndarray:
-        """Returns the leaf of this number at slots, integers `[B]`, in any order and repeated."""
+        """Returns leaf number `leaf` at slots, integers `[B]`, in any order and repeated."""
 
     def put(
         self,
@@ -219,15 +218,14 @@ class PlainRows(HostRows):
         patient: bool = False,
         replace: bool = False,
     ) -> np.ndarray:
-        """See `HostRows.put`; of rows that go to one slot, the last one is written."""
+        """See `HostRows.put`; of several rows for one slot, the last is written."""
         self.check_newest(version)
         flat, which = _distinct(slots, self.capacity)
         rows = [
             np.asarray(leaf).reshape(len(flat), *spec.shape)[which]
             for leaf, spec in zip(leaves, self.raw, strict=True)
         ]
-        # Before the rows: if writing them fails, readers of this version see that something
-        # changed.
+        # Set before the rows are written: if that fails, readers see that they may have changed.
         self._newest += 1
         self._written[flat[which]] = self._newest
         self.write_rows(flat[which], rows)
@@ -258,16 +256,16 @@ class HostView(pytree.State, HostState):
 
     # uint32 [2], the number of the write that made it, high and low word.
     version: jax.Array = pytree.cursor()
-    rows: HostRows = pytree.static(default=None)  # of all states of the buffer
+    rows: HostRows = pytree.static(default=None)  # shared by all states of the buffer
 
     @property
     def capacity(self) -> int:
-        """N."""
+        """N, the number of slots."""
         return self.rows.capacity
 
     @property
     def host_bytes(self) -> int:
-        """The bytes that all rows take, on the disk or in memory of the host."""
+        """The number of bytes of all rows, on the disk or in memory of the host."""
         return self.rows.capacity * pytree.nbytes(self.rows.spec)
 
     def after(self, version: Version) -> "HostView":
@@ -282,7 +280,7 @@ def _on_device(version: Version) -> jax.Array:
 
 
 def view(rows: HostRows, version: int = 0) -> HostView:
-    """Returns the view of a state that has a version of these rows."""
+    """Returns the view of these rows for a state with the version of this number."""
     return HostView(version=jnp.asarray(words(version)), rows=rows)
 
 
@@ -326,7 +324,7 @@ def _refuse(size: int, batched: Any, argument: jax.Array) -> Any:
 
 
 class HostArrays(HostStorage):
-    """Keeps items in rows on the host, which a method makes: see `make_rows`."""
+    """A storage of items in rows on the host, which the method `make_rows` makes."""
 
     state_type: ClassVar[type] = HostView
 
@@ -336,17 +334,17 @@ class HostArrays(HostStorage):
 
         Args:
             ring: the ring's shape.
-            spec: of one item.
-            is_chronological: whether rows are written in the order of time.
+            spec: the spec of one item.
+            is_chronological: True if rows will be written in the order of time.
         """
 
     @property
     def device_part(self) -> Any:
-        """The part that replaces this storage in jitted parts."""
+        """The storage that replaces this one in jitted parts."""
         return HostStorageProxy()
 
     def device_state(self, state: PartState) -> Any:
-        """Returns the state of `device_part`: nothing."""
+        """Returns None, as `device_part` has no state."""
         return None
 
     def view(self, state: PartState) -> HostView:
@@ -354,7 +352,7 @@ class HostArrays(HostStorage):
         return state
 
     def combine(self, view: HostView, device_state: PartState) -> Any:
-        """Returns the state of rows on the host and of the device part."""
+        """Returns the state made of a view of rows and of the device part's state."""
         return view
 
     def init(self, context: Context, spec: Item) -> Any:
@@ -363,15 +361,15 @@ class HostArrays(HostStorage):
         return self.make(context.ring, spec, device_state, is_chronological=True)
 
     def make(self, ring: Ring, spec: Item, device_state: PartState, is_chronological: bool) -> Any:
-        """Returns the state of new rows, which come in the order of time or not."""
+        """Returns the state of new rows, made by `make_rows`."""
         return self.combine(view(self.make_rows(ring, spec, is_chronological)), device_state)
 
     def elsewhere(self) -> Self:
-        """Returns the storage for rows of its own, where it would else be at the path of others."""
+        """Returns a storage for other rows, which must not be at the path of these."""
         return self
 
     def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> Any:
-        """Returns the state of existing rows; a function returns which of them are held."""
+        """Returns the state of existing rows; `held()` returns the slots that hold items."""
         return view
 
     def spec(self, state: PartState) -> Item:
@@ -379,7 +377,7 @@ class HostArrays(HostStorage):
         return self.view(state).rows.spec
 
     def spec_key(self, state: PartState) -> SpecKey:
-        """Returns the spec as a key of a dict, made once."""
+        """Returns the spec as a hashable key, which is made once."""
         return self.view(state).rows.spec_key
 
     def names(self, state: PartState) -> tuple[str, ...] | None:
@@ -387,41 +385,41 @@ class HostArrays(HostStorage):
         return self.view(state).rows.names
 
     def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
-        """Returns the bytes of the rows, and of the version."""
+        """Returns the number of bytes of the rows and of the version."""
         return ring.capacity * pytree.nbytes(spec) + pytree.nbytes(VERSION)
 
     # Outside jit.
 
     def drawing(self, state: PartState) -> AbstractContextManager[None]:
-        """A time during which nothing is overwritten."""
+        """Returns a context in which nothing is overwritten."""
         return self.view(state).rows.drawing()
 
     def writing(self, state: PartState) -> AbstractContextManager[None]:
-        """A time after which, if something interrupts it, this state is the newest again."""
+        """Returns a context for a write; if interrupted, `state` is the newest again."""
         view = self.view(state)
         return view.rows.writing(view.version)
 
     def put(self, state: PartState, planned: Any, items: Item) -> Any:
-        """Puts items, leaves `[T, E, ...]` or `[T, ...]`, at the slots that were planned."""
+        """Writes items, leaves `[T, E, ...]` or `[T, ...]`, to the planned slots."""
         view, leaves = self.view(state), map(casting.raw, jax.tree.leaves(items))
         slots, device_state = self.device_part.planned(planned)
         version = view.rows.put(view.version, slots, *leaves, patient=True)
         return self.combine(view.after(version), device_state)
 
     def moved(self, state: PartState, planned: Any) -> Any:
-        """Returns the state with that of the device part which was planned."""
+        """Returns the state with the device part's state from `planned`."""
         return self.combine(self.view(state), self.device_part.planned(planned)[1])
 
     def put_values(
         self, state: PartState, device_state: PartState, slots: np.ndarray, values: Item
     ) -> Any:
-        """Puts other values into some leaves, and leaves all others as they are."""
+        """Writes new values of some leaves, and keeps all other leaves."""
         view, leaves = self.view(state), map(casting.raw, values.values())
         version = view.rows.edit(view.version, slots, tuple(values), *leaves)
         return self.combine(view.after(version), device_state)
 
     def fetch(self, state: PartState, slots: jax.Array, places: Any) -> Item:
-        """Returns the items: all leaves at slots `[B]`, or each where it was located."""
+        """Returns the items: all leaves at `slots`, or each at its own slots in `places`."""
         view = self.view(state)
         at = [np.asarray(slots)] * len(view.rows.raw) if places is None else places.each(np.asarray)
         device = slots.sharding if compat.is_committed(slots) else None
@@ -437,7 +435,7 @@ class HostArrays(HostStorage):
     def write(
         self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
-        """Writes to the device, and by a call to the host."""
+        """Writes to the device part and, by a callback, to the host."""
         view, before = self.view(state), self.device_state(state)
         planned, plan = self.device_part.write(context, before, plan, items)
         slots, device_state = self.device_part.planned(planned)
@@ -452,7 +450,7 @@ class HostArrays(HostStorage):
         slots: jax.Array | None,
         values: dict[str, jax.Array],
     ) -> Any:
-        """Edits rows on the device, and by a call to the host."""
+        """Edits rows in the device part and, by a callback, on the host."""
         if slots is None:
             slots = jnp.arange(context.ring.capacity, dtype=jnp.int32)
         view, names = self.view(state), tuple(values)
@@ -463,10 +461,10 @@ class HostArrays(HostStorage):
         return self.combine(view.after(version), device_state)
 
     def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
-        """Returns items by a call to the host."""
+        """Reads items by a callback to the host."""
         view = self.view(state)
         return view.rows.items(view.rows.call(view.version, list(map(where, view.rows.names))))
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """Returns the state of the same rows, which are not looked at again."""
+        """Returns the state of the same rows, whose values are not read again."""
         return dependencies.delay_writes_until(state, token)

@@ -1,4 +1,4 @@
-"""Rows in memory-mapped files on the host (see `jrb._store`)."""
+"""A storage of rows in memory-mapped files on the host (see `jrb._store`)."""
 
 import contextlib
 import dataclasses
@@ -23,13 +23,13 @@ from jrb.types import Item
 
 
 class StoreRows(HostRows):
-    """The rows of a store."""
+    """The rows in the files of a store."""
 
     def __init__(self, store: Store, spec: Item, expiring: bool) -> None:
         super().__init__(store.slots, spec)
         self.store: Store = store
         self.path: str | None = store.path
-        # Whether rows that a commit has promised may go when the ring comes round to them.
+        # True if committed rows may be overwritten when the ring comes round to them.
         self._expiring = expiring
 
     @property
@@ -51,7 +51,7 @@ class StoreRows(HostRows):
         is_kept = at < self.capacity
         if not is_kept.all():
             at, rows = at[is_kept], [leaf[is_kept] for leaf in rows]
-        # The table grows rather than that a saved row goes whose slot keeps its place in time.
+        # An edit never overwrites committed rows: the table grows instead.
         expiring = self._expiring and not replace
         return host_rows.words(
             self.store.put(host_rows.number(version), at, rows, expiring, patient)
@@ -93,12 +93,12 @@ _ATOMIC_BYTES = 8 << 20
 
 
 def columns(spec: Item) -> tuple[Column, ...]:
-    """Returns the columns of a store for such items."""
+    """Returns the columns of a store for items of this spec."""
     every = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         raw, parts = casting.raw_spec(leaf), []
         for key in path:
-            # A leaf's name is a path of files: its parts may hold neither a separator nor be a dot.
+            # A leaf's name is a path of files: no part may contain a separator or be a dot.
             part = pytree.part_name(key).replace("%", "%25").replace("/", "%2F")
             parts.append("%2E" if part == "." else part)
         kind = (str(leaf.dtype), str(list(leaf.shape)))
@@ -149,7 +149,7 @@ class StoreArrays(HostArrays):
         return StoreRows(store, spec, is_chronological or self.path is None)
 
     def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
-        """The bytes of all files when they are full, of the numbers of rows, and of the version."""
+        """Returns the number of bytes of all full files, of row numbers and of the version."""
         # 8 bytes for the number of the row at each place (`rows/.numbers`).
         width = 8 + sum(column.width for column in columns(spec))
         return width * self._num_places(ring, spec, is_chronological) + pytree.nbytes(
@@ -157,7 +157,7 @@ class StoreArrays(HostArrays):
         )
 
     def _num_places(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
-        """Returns P, how many rows the files hold when they are full."""
+        """Returns P, the number of rows in the files when they are full."""
         width = max(sum(column.width for column in columns(spec)), 1)
         spare = max(ring.envs, min(_ATOMIC_BYTES // width, ring.capacity))
         if self.path is not None:
@@ -172,32 +172,30 @@ class StoreArrays(HostArrays):
 class MemmapStorage(StoreArrays):
     """Keeps the items in files on the host, one for each leaf, and reads them through mappings.
 
-    Sampler, writer and priorities stay on the device. Outside `jit`, methods read and write
-    between jitted parts; inside, and in `scan`, they call the host, in the order of the program;
-    under `vmap` they are refused. The file of a leaf `next/observation`, the raw rows of a ring, is
-    `rows/next/observation.bin`.
+    Sampler, writer and priorities stay on the device. Outside `jit`, methods read and write between
+    jitted parts; inside, and in `scan`, by ordered callbacks; under `vmap` they are refused. The
+    raw rows of a leaf `next/observation` are in the file `rows/next/observation.bin`.
 
-    States share their rows. An older state can neither be written to nor draw rows that were
-    overwritten since (`jrb.StaleError`). `jrb.save` to the path is a commit, which costs what
-    changed. `jrb.load` of the path opens it again as it was committed, after a crash too: no
-    committed row is overwritten. Only if more rows are written between two commits than there is
-    spare room for, the oldest committed ones go; a crash after that gives the last commit without
-    them, and a `jrb.LostWarning`.
+    States share their rows: an older state can neither be written to nor draw rows that were
+    overwritten since (`jrb.StaleError`). `jrb.save` to the path is a commit, which writes only what
+    changed. `jrb.load` of the path returns the last commit, after a crash too, as committed rows
+    are not overwritten. Only if more rows are written between two commits than there are spare
+    rows, the oldest committed rows are; a crash then loses these, with a `jrb.LostWarning`.
 
-    One process may write; any number may load and read what was committed when they did, or get
-    `jrb.StaleError` when it is overwritten. Files that are cut short meanwhile crash a process, as
-    mappings do. Of the threads of a process one may write while others draw: a write waits for
-    draws that are under way. Where a process loads a path that it writes already, the state that is
-    written to first stays valid, and the other is stale.
+    One process may write. Any number of others may load the path, and read the rows of the commit
+    that they loaded until these are overwritten (`jrb.StaleError`). If a mapped file is truncated
+    meanwhile, the process crashes. In a process, one thread may write while others draw: a write
+    waits for draws that are under way. If a process loads a path that it writes already, the state
+    that is written to first stays valid, and the other becomes stale.
 
     Attributes:
         path: a folder that does not exist or is empty; None for a temporary one, which is removed
             with the last state, or with the program. A state that went through `jit` is also held
             by JAX, until the program ends or calls `jax.clear_caches()`.
-        prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
-            Otherwise files grow as they are filled, and a full disk is an `OSError` of the write.
-        spare_fraction: additional rows for those written between two commits, as a fraction of
-            N. Writers that do not write in the order of time get as many as they need, at most N.
+        prealloc: if True, `init` reserves all room on the disk, so that it cannot be full later. If
+            False, files grow as they are filled, and a write to a full disk raises OSError.
+        spare_fraction: the number of additional rows for writes between two commits, as a fraction
+            of N. Writers that do not keep the order of time get as many as they need, at most N.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb

@@ -1,4 +1,4 @@
-"""Python objects of any kind, on the host."""
+"""A storage of Python objects on the host."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Shelf:
 
     def __init__(self, capacity: int) -> None:
         self.objects: list[Any] = [None] * capacity
-        # The number of the write that put each there, and of writes.
+        # The number of the write that stored each object, and the number of all writes.
         self.written: np.ndarray = np.zeros(capacity, np.int64)
         self.writes: int = 0
 
@@ -30,12 +30,12 @@ class Shelf:
 class Objects(HostState):
     """The state of a `ListStorage`."""
 
-    shelf: Shelf  # its objects, together with those of older and newer states
-    version: int  # the writes that this state knows of
+    shelf: Shelf  # the objects of all states of the buffer
+    version: int  # the number of writes up to this state
 
     @property
     def capacity(self) -> int:
-        """N."""
+        """N, the number of slots."""
         return len(self.shelf.objects)
 
 
@@ -43,17 +43,17 @@ class Objects(HostState):
 class ListStorage(HostStorage):
     """Keeps any Python object as it is, in a list: strings, None, dicts of different shapes.
 
-    It works outside `jit`; sampler, writer and priorities stay on the device. An item is one
-    object, `extend` takes a sequence of T of them, and with `num_envs` each row is a sequence of E.
-    Unlike those of other storages, states share their objects: an older state, of which something
-    was overwritten since, may neither be written to nor draw that. The unit is `jrb.Transition()`.
-    `jrb.save` takes None, numbers, strings, bytes, arrays, and lists, tuples and dicts with str
-    keys of these, and needs the extra `objects`. Arrays come back as NumPy's or JAX's, which they
-    were; where several slots hold one object, each comes back with its own.
+    It works only outside `jit`; sampler, writer and priorities stay on the device. An item is one
+    object; `extend` takes a sequence of T objects or, with `num_envs`, of T sequences of E. All
+    states share their objects: an older state can neither be written to nor draw objects that were
+    overwritten since. The unit must be `jrb.Transition()`. `jrb.save` takes None, numbers, strings,
+    bytes, arrays, and lists, tuples and dicts with str keys of these, and needs the extra
+    `objects`. Arrays are loaded as NumPy's or JAX's, as they were; objects in several slots are
+    copied.
 
     Attributes:
-        collate: a function that makes `Sample.data` of a list of B objects; None for the list
-            itself. Masked entries of the list are None.
+        collate: a function from a list of B objects to `Sample.data`; None for the list itself.
+            Masked entries of the list are None.
 
     Example:
         >>> import jax, jrb
@@ -70,30 +70,30 @@ class ListStorage(HostStorage):
 
     @property
     def device_part(self) -> HostStorageProxy:
-        """The part that replaces this storage in jitted parts."""
+        """The storage that replaces this one in jitted parts."""
         return HostStorageProxy()
 
     def device_state(self, state: Objects) -> None:
-        """Returns the state of `device_part`: nothing."""
+        """Returns None, as `device_part` has no state."""
 
     def init(self, context: Context, spec: Item) -> Objects:
-        """Returns the state of an empty shelf."""
+        """Returns a state without objects."""
         return self.make(context.ring, spec, None, is_chronological=True)
 
     def make(self, ring: Ring, spec: Item, device_state: None, is_chronological: bool) -> Objects:
-        """Returns the state of an empty shelf."""
+        """Returns a state without objects."""
         return Objects(shelf=Shelf(ring.capacity), version=0)
 
     def reset(self, ring: Ring, state: Objects, token: jax.Array) -> Objects:
-        """Returns the state of an empty shelf; older states keep theirs."""
+        """Returns a state without objects; older states keep theirs."""
         return Objects(shelf=Shelf(ring.capacity), version=0)
 
     def put(
         self, state: Objects, planned: jax.Array | np.ndarray, items: list[list[Any]]
     ) -> Objects:
-        """Puts rows of objects at the slots `[T, E]`, those of N or more left out."""
+        """Stores rows of objects at slots `[T, E]`; slots of N or more are skipped."""
         shelf, slots = state.shelf, np.asarray(planned)
-        # Before anything is written: the newest state stays as it is.
+        # Checked before anything is written, so that the newest state stays as it is.
         if state.version != shelf.writes:
             raise StaleError(
                 "ListStorage: expected the newest state, got one that has been written to before. "
@@ -110,18 +110,18 @@ class ListStorage(HostStorage):
     def put_values(
         self, state: Objects, device_state: None, slots: np.ndarray, values: list[Any]
     ) -> Objects:
-        """Puts other objects at slots `[B]`, those of N or more left out."""
+        """Stores other objects at slots `[B]`; slots of N or more are skipped."""
         return self.put(state, slots[None], [values])
 
     def fetch(self, state: Objects, slots: jax.Array, places: Any) -> list[Any]:
-        """Returns the objects at slots `[B]`, as `take`."""
+        """Returns the objects at slots `[B]`."""
         return self.take(state, np.asarray(slots))
 
     def take(self, state: Objects, slots: np.ndarray) -> list[Any]:
         """Returns the objects at slots of any shape."""
         shelf, slots = state.shelf, slots.reshape(-1)
         objects = list(map(shelf.objects.__getitem__, slots.tolist()))
-        # Looked at after the objects were taken: a write that came meanwhile is seen.
+        # Checked after the objects were read, so that a write in between is noticed.
         if shelf.writes > state.version and (shelf.written[slots] > state.version).any():
             raise StaleError(
                 "ListStorage: expected a state whose objects are still there, got one of which "
@@ -132,15 +132,15 @@ class ListStorage(HostStorage):
     # Inside jit there are no objects.
 
     def spec(self, state: Objects) -> Item:
-        """Raises `TypeError`: objects have no shapes."""
+        """Raises TypeError, as objects have no shapes."""
         raise refusal()
 
     def write(
         self, context: Context, state: Objects, plan: WritePlan, items: Item
     ) -> tuple[Objects, WritePlan]:
-        """Raises `TypeError`."""
+        """Raises TypeError, as `jit` takes no objects."""
         raise refusal()
 
     def read(self, context: Context, state: Objects, where: SlotsForLeaf) -> Item:
-        """Raises `TypeError`."""
+        """Raises TypeError, as `jit` returns no objects."""
         raise refusal()

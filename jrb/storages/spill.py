@@ -1,4 +1,4 @@
-"""All rows on the host, the newest ones on the device too."""
+"""A storage of all rows on the host, and of the newest ones on the device too."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ class DeviceCacheState(pytree.State):
     """The newest rows, on the device."""
 
     items: Item  # leaves [H, ...]
-    clock: Clock  # of the ring that they are in
+    clock: Clock  # the position of the cache's own ring
 
 
 class TieredState(pytree.State, HostState):
@@ -42,13 +42,13 @@ class TieredState(pytree.State, HostState):
 
     @property
     def host_bytes(self) -> int:
-        """See `HostView`."""
+        """The number of bytes of all rows on the host."""
         return self.view.host_bytes
 
 
 @pytree.component
 class DeviceCache(DeviceProxy):
-    """The newest rows of a ring, and what stands for all others in jitted parts."""
+    """The cache of the newest rows, which replaces a `SpillStorage` in jitted parts."""
 
     capacity: int
 
@@ -57,7 +57,7 @@ class DeviceCache(DeviceProxy):
         return Ring(rows=min(self.capacity // ring.envs, ring.rows), envs=ring.envs)
 
     def init(self, context: Context, spec: Item) -> DeviceCacheState:
-        """Returns the state without rows."""
+        """Returns an empty cache."""
         cache = self.ring(context.ring)
         items = jax.tree.map(lambda leaf: packed.zeros_column(cache.capacity, leaf), spec)
         return DeviceCacheState(items=items, clock=cache.start())
@@ -69,7 +69,7 @@ class DeviceCache(DeviceProxy):
     def write(
         self, context: Context, state: DeviceCacheState, plan: WritePlan, items: Item
     ) -> tuple[tuple[jax.Array, DeviceCacheState], WritePlan]:
-        """Returns the slots, int32 `[T, E]`, and the state with the last of the rows."""
+        """Returns the slots, int32 `[T, E]`, and the cache after the write."""
         # The cache has a clock of its own, and plans the same rows around its smaller ring.
         mask = None if plan.consecutive else plan.written
         ring = self.ring(context.ring)
@@ -85,7 +85,7 @@ class DeviceCache(DeviceProxy):
         slots: jax.Array | None,
         values: dict[str, jax.Array],
     ) -> DeviceCacheState:
-        """Edits those of the rows that are cached."""
+        """Edits the rows that are cached."""
         capacity, size = context.ring.capacity, self.ring(context.ring).capacity
         slots = jnp.arange(capacity, dtype=jnp.int32) if slots is None else slots
         # Slots of N are padding: they go to `size`, which no scatter writes.
@@ -110,7 +110,7 @@ class DeviceCache(DeviceProxy):
         return plan[0], None
 
     def where(self, context: Context, state: DeviceCacheState, slots: jax.Array) -> Any:
-        """Returns offsets of slots, int32 `[...]`, among the cached rows, and which are cached."""
+        """Returns the offsets of slots in the cache, int32 `[...]`, and True for those cached."""
         ring, cache = context.ring, self.ring(context.ring)
         age = context.held.after(ring, slots)
         is_cached = (age >= 0) & (age < state.clock.count)
@@ -120,11 +120,11 @@ class DeviceCache(DeviceProxy):
     def locate(
         self, context: Context, state: DeviceCacheState, where: list[jax.Array]
     ) -> UniqueSlots:
-        """Returns slots of leaves, their offsets among the cached rows, and which are cached."""
+        """Returns the slots of each leaf, their offsets in the cache, and True for those cached."""
         return UniqueSlots.of(where, lambda slots: (slots, *self.where(context, state, slots)))
 
     def reset(self, ring: Ring, state: DeviceCacheState, token: jax.Array) -> DeviceCacheState:
-        """Returns the state without rows."""
+        """Returns the emptied cache."""
         return state.replace(clock=self.ring(ring).emptied(state.clock))
 
 
@@ -136,11 +136,11 @@ def _gathered(leaves: list[jax.Array], at: list[jax.Array]) -> list[jax.Array]:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _merged(cached: list[jax.Array], others: list[jax.Array], at: list[jax.Array]) -> list:
-    """Puts rows, `[K, ...]` of each leaf, at offsets among others, `[*slots, ...]`."""
+    """Writes rows `[K, ...]` of each leaf at offsets among cached ones, `[*slots, ...]`."""
     merged = []
     for leaf, new, start in zip(cached, others, at, strict=True):
         lead = leaf.shape[: leaf.ndim + 1 - new.ndim]
-        # Slots of any shape in one line, so that one scatter puts all rows that came from the host.
+        # Flattened, so that one scatter writes all rows from the host, for slots of any shape.
         line = leaf.reshape(math.prod(lead), *new.shape[1:])
         line = packed.put_blocks(line, start, new[:, None]) if start.size else line
         merged.append(line.reshape(leaf.shape))
@@ -150,8 +150,8 @@ def _merged(cached: list[jax.Array], others: list[jax.Array], at: list[jax.Array
 def _uncached(slots: np.ndarray, is_cached: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the slots that are not cached, and their offsets in the batch.
 
-    In few lengths, so that little is compiled: none, or an eighth of the batch and then half more,
-    again and again.
+    They are padded to few lengths, so that few programs are compiled: 0, an eighth of the batch,
+    and 1.5 times the length before.
     """
     flat, offsets = slots.reshape(-1), np.flatnonzero(~is_cached.reshape(-1))
     if not len(offsets):
@@ -159,7 +159,7 @@ def _uncached(slots: np.ndarray, is_cached: np.ndarray) -> tuple[np.ndarray, np.
     length = -(-len(flat) // 8)
     while length < len(offsets):
         length += -(-length // 2)
-    # Padded by an offset beyond the batch, at which nothing is put; the slot read there is any.
+    # Padding has an offset beyond the batch, where nothing is written; any slot is read for it.
     at = np.full(min(length, len(flat)), len(flat), np.int32)
     at[: len(offsets)] = offsets
     return flat[np.where(at < len(flat), at, offsets[0])], at
@@ -170,15 +170,15 @@ class SpillStorage(StoreArrays):
     """Keeps all items in files on the host, and the newest ones in a ring on the device too.
 
     Draws are, bit for bit, those of a `DeviceStorage` of the whole capacity: cached rows are read
-    on the device, all others on the host. Writes go to both. Otherwise as `jrb.MemmapStorage`. Rows
-    must come in the order of time.
+    on the device, all others on the host. Writes go to both. All else is as for
+    `jrb.MemmapStorage`. Rows must be written in the order of time.
 
     Attributes:
         path: a folder that does not exist or is empty; None for a temporary one.
         device_capacity: H, the number of items on the device, a multiple of E, at most N.
-        prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
-            Otherwise files grow as they are filled, and a full disk is an `OSError` of the write.
-        spare_fraction: additional rows for those written between two commits, as a fraction of N.
+        prealloc: if True, `init` reserves all room on the disk, so that it cannot be full later. If
+            False, files grow as they are filled, and a write to a full disk raises OSError.
+        spare_fraction: additional rows for writes between two commits, as a fraction of N.
     """
 
     path: str | os.PathLike[str] | None
@@ -194,11 +194,11 @@ class SpillStorage(StoreArrays):
 
     @property
     def requires_chronological(self) -> bool:
-        """True: the newest rows are those that came last."""
+        """True: the newest rows are those that were written last."""
         return True
 
     def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> StoreRows:
-        """Returns files full of zeros. Raises if there is no room for them."""
+        """Creates files full of zeros. Raises if the disk has no space for them."""
         if self.device_capacity % ring.envs:
             raise ValueError(
                 f"device_capacity: expected a multiple of num_envs = {ring.envs}, got "
@@ -208,7 +208,7 @@ class SpillStorage(StoreArrays):
 
     @property
     def device_part(self) -> DeviceCache:
-        """The part that replaces this storage in jitted parts."""
+        """The storage that replaces this one in jitted parts."""
         return DeviceCache(self.device_capacity)
 
     def device_state(self, state: TieredState) -> DeviceCacheState:
@@ -220,7 +220,7 @@ class SpillStorage(StoreArrays):
         return state.view
 
     def combine(self, view: HostView, device_state: DeviceCacheState) -> TieredState:
-        """Returns the state of all rows and of the cached ones."""
+        """Returns the state made of a view of all rows and of the cached ones."""
         return TieredState(cache=device_state, view=view)
 
     def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> TieredState:
@@ -241,7 +241,7 @@ class SpillStorage(StoreArrays):
         return TieredState(cache=DeviceCacheState(items=items, clock=clock), view=view)
 
     def fetch(self, state: TieredState, slots: jax.Array, places: Any) -> Item:
-        """Returns the items: cached ones from the device, which the host does not wait for."""
+        """Returns the items: cached ones from the device, all others from the host."""
         view = state.view
         offsets = [row for _, row, _ in places.each(lambda one: one)]
         # Dispatched first: the device gathers while the host reads its rows.
@@ -254,7 +254,7 @@ class SpillStorage(StoreArrays):
         return jax.tree.unflatten(structure, unpacked)
 
     def read(self, context: Context, state: TieredState, where: SlotsForLeaf) -> Item:
-        """Returns the items: cached ones from the device, all others by a call to the host."""
+        """Returns the items: cached ones from the device, all others by a callback."""
         view, targets = state.view, list(map(where, state.view.rows.names))
         located = self.device_part.locate(context, state.cache, targets)
         slots = located.each(lambda one: jnp.where(one[2], -1, one[0]))  # -1 is not read
@@ -271,6 +271,6 @@ class SpillStorage(StoreArrays):
         return jax.tree.unflatten(structure, items)
 
     def reset(self, ring: Ring, state: TieredState, token: jax.Array) -> TieredState:
-        """Returns the state without cached rows."""
+        """Returns the state with an empty cache."""
         cache = self.device_part.reset(ring, state.cache, token)
         return dependencies.delay_writes_until(state.replace(cache=cache), token)

@@ -1,7 +1,7 @@
-"""Transforms: what happens to data on the way out.
+"""Transforms change data on its way out of a buffer.
 
-Each takes paths, names or tuples of names into nested data, and changes the entries there alone.
-Leaves are `[B, ...]`, or `[B, L, ...]` for windows.
+Each takes paths, which are names or tuples of names into nested data, and changes only the entries
+there. Leaves are `[B, ...]`, or `[B, L, ...]` for windows.
 """
 
 from jrb._util.public import PublicNames

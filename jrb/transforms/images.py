@@ -20,9 +20,9 @@ class ToFloat(LeafTransform):
     """Turns uint8 images into floats: x * scale, from 0 to 1 by default.
 
     Attributes:
-        paths: the leaves to change; None for those of the observation and the next that are uint8.
+        paths: the leaves to change; None for uint8 leaves of the observation and next observation.
         scale: the factor.
-        dtype: of the result.
+        dtype: the dtype of the result.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -43,7 +43,7 @@ class ToFloat(LeafTransform):
         object.__setattr__(self, "dtype", dtype_name("ToFloat", self.dtype))
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns the data, with images as floats."""
+        """Returns the data with images as floats."""
         out = super().apply(data, batch)
         pairs = zip(jax.tree.leaves(data), jax.tree.leaves(out), strict=True)
         # Floats pass unchanged. Where nothing changed, images were expected that are not there.
@@ -63,10 +63,10 @@ class ToFloat(LeafTransform):
 
 
 class ImageTransform(LeafTransform):
-    """Changes images, by default those of the observation and the next.
+    """Changes images, by default those of the observation and next observation.
 
     Attributes:
-        layout: the last axes, in order.
+        layout: the last axes of images, in order, such as "HWC".
     """
 
     layouts: ClassVar[tuple[str, ...]] = ("HWC", "CHW", "HW")
@@ -96,7 +96,7 @@ class ImageTransform(LeafTransform):
         """Returns a leaf `[B, ..., *layout]`, changed along its axes of height and width."""
 
     def _margins(self, name: str, leaf: jax.Array, axes: Axes, size: tuple[int, int]) -> list[int]:
-        """Returns how many pixels images exceed a size by, in height and width."""
+        """Returns by how many pixels images exceed `size`, in height and width."""
         margins = [leaf.shape[axis] - length for axis, length in zip(axes, size, strict=True)]
         if min(margins) < 0:
             raise ValueError(
@@ -113,9 +113,9 @@ class Resize(ImageTransform):
     Attributes:
         height: rows of the result.
         width: columns of the result.
-        paths: the leaves to change; None for the observation and the next.
-        layout: the last axes, in order.
-        method: of `jax.image.resize`.
+        paths: the leaves to change; None for the observation and next observation.
+        layout: the last axes of images, in order, such as "HWC".
+        method: the method of `jax.image.resize`.
     """
 
     height: int
@@ -144,7 +144,7 @@ class Grayscale(ImageTransform):
     """Turns colours into one channel: 0.299 red + 0.587 green + 0.114 blue; uint8 stays uint8.
 
     Attributes:
-        paths: the leaves to change; None for the observation and the next.
+        paths: the leaves to change; None for the observation and next observation.
         layout: "HWC" or "CHW".
         keep: True to keep the axis of channels, with length 1.
 
@@ -171,15 +171,15 @@ class Grayscale(ImageTransform):
 
 @pytree.component
 class RandomShift(ImageTransform):
-    """Moves the images of each item by up to `most` pixels each way, and repeats their border.
+    """Shifts the images of each item by up to `most` pixels each way, and repeats their border.
 
-    All images of an item, of a window and of a stack, move alike; the observation and the next
-    observation, and other leaves, move on their own.
+    All images in one leaf of an item, such as those of a window or a stack, get the same shift;
+    other leaves, such as the next observation, get another.
 
     Attributes:
-        most: pixels.
-        paths: the leaves to change; None for the observation and the next.
-        layout: the last axes, in order.
+        most: the largest shift, in pixels.
+        paths: the leaves to change; None for the observation and next observation.
+        layout: the last axes of images, in order, such as "HWC".
 
     Reference: Yarats et al., 2021, "Image augmentation is all you need", section 3.1.
     """
@@ -200,8 +200,8 @@ class RandomCrop(ImageTransform):
     Attributes:
         height: rows of the window.
         width: columns of the window.
-        paths: the leaves to change; None for the observation and the next.
-        layout: the last axes, in order.
+        paths: the leaves to change; None for the observation and next observation.
+        layout: the last axes of images, in order, such as "HWC".
 
     Reference: Laskin et al., 2020, "Reinforcement learning with augmented data", section 4.
     """
@@ -225,8 +225,8 @@ class CenterCrop(ImageTransform):
     Attributes:
         height: rows of the window.
         width: columns of the window.
-        paths: the leaves to change; None for the observation and the next.
-        layout: the last axes, in order.
+        paths: the leaves to change; None for the observation and next observation.
+        layout: the last axes of images, in order, such as "HWC".
     """
 
     height: int
@@ -243,7 +243,7 @@ class CenterCrop(ImageTransform):
 
 
 def _random(key: jax.Array, leaf: jax.Array, below: int) -> jax.Array:
-    """Returns int32 `[B, 2]` in [0, below)."""
+    """Returns random integers in [0, below), int32 `[B, 2]`."""
     words = random_bits.bits(key, (2, leaf.shape[0], 2))
     return random_bits.below(jnp.int32(below), words[0], words[1])
 

@@ -1,4 +1,4 @@
-"""Transforms of leaves, one by one, and what all transforms share."""
+"""Transforms that change leaves one by one, and functions that all transforms share."""
 
 import abc
 import dataclasses
@@ -51,7 +51,7 @@ def dtype_name(name: str, dtype: DType) -> str:
 def rewritten(
     data: Item, paths: Paths, what: str, change: Callable[[str, jax.Array], jax.Array]
 ) -> Any:
-    """Returns the data with each leaf at or below a path changed, given its name and itself."""
+    """Returns the data with `change(name, leaf)` for each leaf at or below one of the paths."""
     for path in paths:
         find(data, path, what)
     names = [path_name(path) for path in paths]
@@ -68,7 +68,7 @@ class LeafTransform(Transform):
 
     Attributes:
         paths: the leaves to change; None for the default.
-        of_reward: True if the default is the reward; else the observation and the next one.
+        of_reward: True if the default is the reward; False for observation and next observation.
     """
 
     of_reward: ClassVar[bool] = False
@@ -87,14 +87,14 @@ class LeafTransform(Transform):
         present = tuple(
             path for path in paths if path is not None and lookup(data, path) is not None
         )
-        return present or (keys.observation,)  # which is then missed
+        return present or (keys.observation,)  # so that an error names it
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns the data, with changed leaves."""
+        """Returns the data with changed leaves."""
         names = pytree.leaf_names(data)
 
         def change(name: str, leaf: jax.Array) -> jax.Array:
-            # By the number of the leaf, so that leaves change independently of one another.
+            # A key for each leaf, so that random changes of leaves are independent.
             key = random_bits.fold(batch.key, names.index(name))
             return self._changed(name, leaf, dataclasses.replace(batch, key=key))
 
@@ -102,7 +102,7 @@ class LeafTransform(Transform):
 
     @abc.abstractmethod
     def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
-        """Returns the changed leaf; `batch.key` is its own."""
+        """Returns the changed leaf; `batch.key` is a key for this leaf alone."""
 
 
 @pytree.component
@@ -110,8 +110,8 @@ class Cast(LeafTransform):
     """Casts leaves to another dtype, such as "bfloat16".
 
     Attributes:
-        dtype: its name.
-        paths: the leaves to change; None for all of a floating dtype.
+        dtype: the name of the dtype.
+        paths: the leaves to change; None for all leaves of a floating dtype.
     """
 
     dtype: str
@@ -122,7 +122,7 @@ class Cast(LeafTransform):
         object.__setattr__(self, "dtype", dtype_name("Cast", self.dtype))
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns the data, cast."""
+        """Returns the data with cast leaves."""
         if self.paths is not None:
             return super().apply(data, batch)
         is_floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -135,12 +135,12 @@ class Cast(LeafTransform):
 
 @pytree.component
 class Normalize(LeafTransform):
-    """(x - mean) / std, in float32 or the leaf's own wider dtype.
+    """Computes (x - mean) / std, in float32 or the leaf's own wider dtype.
 
     Attributes:
-        mean: a number, or a tuple of them along the last axis.
-        std: a number other than 0, or a tuple of them along the last axis.
-        paths: the leaves to change; None for the observation and the next.
+        mean: a number, or a tuple of numbers along the last axis.
+        std: a number other than 0, or a tuple of such numbers along the last axis.
+        paths: the leaves to change; None for the observation and next observation.
     """
 
     mean: float | tuple[float, ...]
@@ -207,7 +207,7 @@ class Clip(LeafTransform):
 
 @pytree.component
 class Scale(LeafTransform):
-    """Factor * x + offset, in float32 or the leaf's own wider dtype.
+    """Computes factor * x + offset, in float32 or the leaf's own wider dtype.
 
     Attributes:
         factor: a number.
@@ -230,13 +230,13 @@ class Scale(LeafTransform):
 
 @pytree.component
 class RewardToGo(Transform):
-    """Adds the discounted sum of the rewards from each row of a window to its end.
+    """Adds a leaf with the discounted sum of rewards from each row of a window to its end.
 
-    At row t it is r_t + discount * (that at t + 1), where row t + 1 is real and of the same
-    episode; 0 where a row is not real. An episode ends where a flag in the data says so, and where
-    the unit knows that it ended, such as by `truncate` or `Keys(episode=...)`. With
-    `Sequence(..., partial="pad")` as long as an episode, it is the return from that row on.
-    Where the reward has several leaves, such as one for each agent, each has a return of its own.
+    At row t it is G_t = r_t + discount * G_{t+1}, or r_t if row t + 1 is not real or of another
+    episode; at rows that are not real, 0. An episode ends where a flag is set, and where the unit
+    knows of an end, such as by `truncate` or `Keys(episode=...)`. In windows of whole episodes, as
+    of `Sequence(..., partial="pad")`, G_t is the return from row t on. If the reward has several
+    leaves, such as one for each agent, each has its own sum.
 
     Attributes:
         discount: gamma, from 0 to 1.
@@ -253,7 +253,7 @@ class RewardToGo(Transform):
         checks.path("to", self.to)
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns the data, with one leaf more for each leaf of the reward."""
+        """Returns the data with one more leaf for each leaf of the reward."""
         what = f"RewardToGo: leaf '{path_name(batch.keys.reward)}'"
         reward = batch.keys.get(data, "reward")
         for leaf in jax.tree.leaves(reward):
@@ -270,7 +270,7 @@ class RewardToGo(Transform):
         goes_on = batch.mask if batch.ends is None else batch.mask & ~batch.ends
         if batch.ends is None or batch.keys.flags(data):
             goes_on = goes_on & ~ends_of(data, batch.keys)
-        goes_on = goes_on & (self.discount > 0)  # or 0 times infinity would be no number
+        goes_on = goes_on & (self.discount > 0)  # or 0 times infinity would be NaN
 
         def sums(leaf: jax.Array) -> jax.Array:
             # Masks `[B, L]` for rewards with further axes, such as one for each objective.
@@ -291,7 +291,7 @@ class RewardToGo(Transform):
 
 
 def with_leaf(data: Item, path: Path, entry: Any, what: str) -> Any:
-    """Returns the data with an entry at a path, whose dicts are made where they are missing."""
+    """Returns the data with `entry` at `path`; makes missing dicts, and raises if one is there."""
     if lookup(data, path) is not None:
         raise ValueError(f"{what}: expected nothing at '{path_name(path)}', got an entry.")
 

@@ -1,4 +1,4 @@
-"""Normalization by running statistics of items, as they are written. E environments, T time."""
+"""Normalization by running statistics of the items that are written. E environments, T time."""
 
 import functools
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from jrb.state import Buffer, BufferState
 from jrb.transforms.leaves import Paths, check_paths, rewritten
 from jrb.types import Context, Item, StatefulTransform, TransformContext
 
-_MOST = 2**31  # numbers; from there on the oldest weigh less and less
+_MOST = 2**31  # the greatest count; beyond it, old numbers weigh less and less
 
 
 class Moments(pytree.State):
@@ -22,16 +22,16 @@ class Moments(pytree.State):
     After very many numbers, one more changes them by less than the precision of a float. Each is
     therefore kept as a sum of two floats; `mean_rest` and `var_rest` have the low-order parts.
 
-    Rows with an entry that is not finite, or too large for its squared distance from any other one
-    to be a number of this dtype, are left out: from 2^62 (4.6e18) on in float32.
+    Rows with an entry that is not finite, or so large that squared distances may overflow (from
+    2^62, 4.6e18, on in float32), are left out.
 
     Attributes:
-        count: uint32 `[]`, how many came, up to 2^31.
-        left_out: uint32 `[]`, how many rows were left out, modulo 2^32.
+        count: uint32 `[]`, the number of rows counted, up to 2^31.
+        left_out: uint32 `[]`, the number of rows left out, modulo 2^32.
         mean: `[...]`, float32, or float64 for leaves of that dtype.
-        mean_rest: `[...]`.
+        mean_rest: `[...]`, the low-order part of the mean.
         var: `[...]`, the mean squared distance from the mean.
-        var_rest: `[...]`.
+        var_rest: `[...]`, the low-order part of the variance.
     """
 
     count: jax.Array
@@ -43,16 +43,16 @@ class Moments(pytree.State):
 
     @classmethod
     def start(cls, shape: tuple[int, ...], dtype: pytree.DType) -> "Moments":
-        """Returns the moments of no numbers."""
+        """Returns the moments before any number."""
         zeros = {name: jnp.zeros(shape, dtype) for name in ("mean", "mean_rest", "var", "var_rest")}
         return cls(count=jnp.zeros((), jnp.uint32), left_out=jnp.zeros((), jnp.uint32), **zeros)
 
     def extended(self, numbers: jax.Array, real: jax.Array) -> "Moments":
-        """Returns the moments of the earlier numbers and some of these.
+        """Returns the moments of all earlier numbers and of those that are `real`.
 
         Args:
-            numbers: `[K, ...]`. One entry that cannot be counted leaves out its row.
-            real: bool `[K]`, which of them count.
+            numbers: `[K, ...]`; a row with an entry that cannot be counted is left out.
+            real: bool `[K]`, True for rows that count.
 
         Reference: Chan et al., 1979, "Updating formulae and a pairwise algorithm for computing
         sample variances".
@@ -72,10 +72,9 @@ class Moments(pytree.State):
         mean = one + sum_rows(jnp.where(real, numbers - one, 0)) / many
         mean_rest = sum_rows(jnp.where(real, numbers - mean, 0)) / many
         distance = jnp.where(real, (numbers - mean) - mean_rest, 0)
-        # Each square is divided before they are added up: their sum may be no number.
+        # Each square is divided before they are added up, as their sum could overflow.
         var = sum_rows(distance * (distance / many))[0]
-        # Both together.
-        # As in Chan et al., but with means in place of sums, which would grow without a bound.
+        # Merged as in Chan et al., but with means in place of sums, which would grow forever.
         total = self.count + count
         share = count.astype(mean.dtype) / jnp.maximum(total, 1).astype(mean.dtype)
         shift, finer_shift = mean[0] - self.mean, mean_rest[0] - self.mean_rest
@@ -96,8 +95,8 @@ class Moments(pytree.State):
     def scaled(self, leaf: jax.Array, center: bool, clip: float | None, eps: float) -> jax.Array:
         """Returns (leaf - mean) / sqrt(var + eps), between -clip and clip.
 
-        Finite for what is finite, also without a bound; before anything came, the leaf as it is.
-        The last axes of `leaf` are those of the moments.
+        Finite entries stay finite, also without a bound; before any number, the leaf is only
+        clipped. The last axes of `leaf` are those of the moments.
         """
         wide = leaf.astype(self.mean.dtype)
         lift = lambda array: array.reshape((1,) * (leaf.ndim - array.ndim) + array.shape)
@@ -114,10 +113,10 @@ class Moments(pytree.State):
 
 
 class _Running(StatefulTransform):
-    """Divides by the spread of running statistics.
+    """A transform that divides by a running standard deviation.
 
     Attributes:
-        clip: the largest result, None for no bound.
+        clip: the largest absolute value of a result; None for no bound.
         eps: a number that is added to the variance.
     """
 
@@ -134,7 +133,7 @@ class _Running(StatefulTransform):
                 )
 
     def _start(self, name: str, leaf: Any) -> Moments:
-        """Returns moments of no numbers, for the spec of a leaf."""
+        """Returns moments before any number, for the spec of a leaf."""
         kind = pytree.dtype_of(leaf)
         real = (jnp.floating, jnp.integer, jnp.bool_)
         if kind is None or not any(jnp.issubdtype(kind, each) for each in real):
@@ -149,18 +148,18 @@ class _Running(StatefulTransform):
 
 @pytree.component
 class RunningNormalize(_Running):
-    """(x - mean) / sqrt(var + eps), of all that was ever written, entry by entry of a leaf.
+    """Computes (x - mean) / sqrt(var + eps) for each entry of a leaf, over all rows ever written.
 
-    Items are stored as they come, and old ones are drawn by the newest statistics. Every row that
-    is added counts once, and still does when a writer leaves it out, or it is overwritten, edited
-    or emptied away; masked ones do not. A leaf in which an entry is not finite, or beyond 4.6e18 in
-    float32, is left out and counted in `left_out` of the state. A leaf of the next observation goes
-    by the statistics of the observation. `normalized` does the same for what an agent acts on.
+    Items are stored unchanged; when they are drawn, the newest statistics normalize them. Every row
+    that is added counts once, even if the writer leaves it out, or it is overwritten, edited or
+    emptied later; masked rows do not count. A row of a leaf in which an entry is not finite, or
+    beyond 4.6e18 in float32, is left out and counted in `left_out` of the state. Leaves of the next
+    observation use the statistics of the observation. `normalized` is for what an agent acts on.
 
     Attributes:
         paths: the leaves to normalize; None for the observation.
-        center: whether the mean is subtracted.
-        clip: the largest result, None for no bound.
+        center: if True, the mean is subtracted.
+        clip: the largest absolute value of a result; None for no bound.
         eps: a number that is added to the variance.
 
     Example:
@@ -188,7 +187,7 @@ class RunningNormalize(_Running):
         super().__post_init__()
 
     def init(self, context: Context, spec: Item) -> dict[str, Moments]:
-        """Returns moments of each leaf, by its name. Raises if there is none, or not of numbers."""
+        """Returns moments of each leaf, by name; raises if a path has no leaf of real numbers."""
         leaves = self._leaves(spec, context.keys)
         return {name: self._start(name, leaf) for name, leaf in leaves.items()}
 
@@ -200,7 +199,7 @@ class RunningNormalize(_Running):
         mask: jax.Array,
         ended: jax.Array,
     ) -> dict[str, Moments]:
-        """Returns the moments with the new rows."""
+        """Returns the moments after the new rows were counted."""
         flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
         leaves = self._leaves(items, context.keys)
         return {
@@ -217,7 +216,7 @@ class RunningNormalize(_Running):
         return {name: leaf for name, leaf in named if is_meant(name)}
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns the data, normalized."""
+        """Returns the normalized data."""
         change = lambda path, leaf: self.of_leaf(
             batch.state, batch.keys, pytree.leaf_name(path), leaf
         )
@@ -235,7 +234,7 @@ class Returns(pytree.State):
     """The state of `RunningRewardScale` for one reward.
 
     Attributes:
-        moments: of the returns of single steps.
+        moments: the moments of the returns at all steps.
         running: `[E, ...]`, the discounted sum of the rewards of the running episode.
     """
 
@@ -245,16 +244,16 @@ class Returns(pytree.State):
 
 @pytree.component
 class RunningRewardScale(_Running):
-    """Rewards divided by the running standard deviation of the discounted return, not centered.
+    """Divides rewards by the running standard deviation of the discounted return.
 
-    The return of an environment is G = discount * G + reward, from 0 in every episode. The reward
-    is scaled where it is drawn: an n-step return is scaled as a whole, which is the same but for
-    `clip`. What counts is what `RunningNormalize` says. Where the reward has several leaves, such
-    as one for each agent, each has a return and a scale of its own.
+    The return of an environment is G = discount * G + reward at each step, from 0 in every episode.
+    Rewards are scaled when they are drawn, and not centered: an n-step return is scaled as a whole,
+    which differs only by `clip`. Rows count as for `RunningNormalize`. If the reward has several
+    leaves, such as one for each agent, each has its own return and scale.
 
     Attributes:
         discount: gamma, from 0 to 1.
-        clip: the largest result, None for no bound.
+        clip: the largest absolute value of a result; None for no bound.
         eps: a number that is added to the variance.
 
     Reference: Engstrom et al., 2020, "Implementation matters in deep policy gradients", section 3.
@@ -271,7 +270,7 @@ class RunningRewardScale(_Running):
         super().__post_init__()
 
     def init(self, context: Context, spec: Item) -> Any:
-        """Returns `Returns` of 0, for each leaf of the reward. Raises without reward or flags."""
+        """Returns empty `Returns` for each leaf of the reward; raises without reward or flags."""
         check_ends(spec, context.keys)
         prefix, envs = path_name(context.keys.reward), context.ring.envs
 
@@ -286,7 +285,7 @@ class RunningRewardScale(_Running):
     def on_write(
         self, context: Context, state: Any, items: Item, mask: jax.Array, ended: jax.Array
     ) -> Any:
-        """Adds the returns of the new rows; where one is masked, its environment stands still."""
+        """Counts the returns of the new rows; masked rows do not change a return."""
 
         def learned(rewards: jax.Array, state: Returns) -> Returns:
             rewards = rewards.astype(state.running.dtype)
@@ -296,8 +295,7 @@ class RunningRewardScale(_Running):
 
             def step(running: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
                 reward, is_real, is_end = row
-                # A row that is masked, or whose reward cannot be counted, leaves the return as it
-                # was.
+                # Masked rows, and rewards that cannot be counted, do not change the return.
                 total = jnp.where(is_real, self.discount * running + reward, running)
                 return jnp.where(is_end, 0, total), total
 
@@ -312,7 +310,7 @@ class RunningRewardScale(_Running):
         return jax.tree.map(learned, context.keys.get(items, "reward"), state)
 
     def truncate(self, state: Any, which: jax.Array) -> Any:
-        """Sets the running returns of some environments to 0."""
+        """Sets the running returns of environments `which`, bool `[E]`, to 0."""
 
         def reset(one: Returns) -> Returns:
             is_reset = which.reshape(-1, *(1,) * (one.running.ndim - 1))
@@ -321,9 +319,9 @@ class RunningRewardScale(_Running):
         return jax.tree.map(reset, state, is_leaf=_is_returns)
 
     def import_state(self, state: Any, old: Any) -> Any:
-        """Takes over what was learned, and running returns if the environments are the same."""
+        """Takes over the moments, and the running returns if `num_envs` is the same."""
         own, others = (jax.tree.flatten(each, is_leaf=_is_returns) for each in (state, old))
-        # Rewards of other leaves: what was learned of them has no place here.
+        # The rewards have other leaves, so the old moments do not fit.
         if own[1] != others[1]:
             return state
         newest = lambda own, old: old if pytree.alike(own, old) else own
@@ -337,7 +335,7 @@ class RunningRewardScale(_Running):
         return jax.tree.unflatten(own[1], merged)
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns the data, with rewards scaled."""
+        """Returns the data with scaled rewards."""
         states = iter(jax.tree.leaves(batch.state, is_leaf=_is_returns))  # in the order of leaves
         change = lambda name, leaf: next(states).moments.scaled(leaf, False, self.clip, self.eps)
         return rewritten(data, (batch.keys.reward,), "RunningRewardScale", change)
@@ -388,13 +386,13 @@ def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
 
 
 def _can_count(numbers: jax.Array) -> jax.Array:
-    """Returns True for numbers so small that squares of their distances are finite."""
+    """Returns True for numbers so small that squares of their distances cannot overflow."""
     largest = float(jnp.finfo(numbers.dtype).max) ** 0.5 / 4
     return jnp.abs(numbers) < jnp.asarray(largest, numbers.dtype)  # False for NaN
 
 
 def _sum(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the rounded sum of two numbers, and exactly what it lacks (Knuth's two-sum)."""
+    """Returns the rounded sum of two numbers, and its exact rounding error (Knuth's two-sum)."""
     total = one + other
     # The part of `other` that got into the total; the error is all that is missing of both.
     second = total - one

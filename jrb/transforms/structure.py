@@ -1,6 +1,6 @@
-"""Transforms of the structure of data: which entries there are, and what they are called.
+"""Transforms that select, drop, rename and join entries of data.
 
-They work on nested dicts: data of other classes have the entries that their class says.
+They work on nested dicts only, as containers of other classes have fixed entries.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Select(Transform):
         check_paths("Select", self.paths)
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns the data, with fewer entries."""
+        """Returns the data with fewer entries."""
         out: Any = {}
         for path in self.paths:
             out = with_leaf(out, path, find(data, path, "Select"), "Select")
@@ -42,7 +42,7 @@ class Exclude(Transform):
         check_paths("Exclude", self.paths)
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns the data, with fewer entries."""
+        """Returns the data with fewer entries."""
         for path in self.paths:
             find(data, path, "Exclude")
             data = _without(data, path, "Exclude")
@@ -67,7 +67,7 @@ class Rename(Transform):
             )
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns the data, with the entries elsewhere."""
+        """Returns the data with the entries at their new paths."""
         # All are found before any is moved, so that two entries can change places.
         moved = [(to, find(data, path, "Rename")) for path, to in self.pairs]
         for path, _ in self.pairs:
@@ -99,7 +99,7 @@ class Concatenate(Transform):
             raise ValueError(f"Concatenate: axis: expected a negative number, got {self.axis}.")
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns the data, with one leaf for several."""
+        """Returns the data with the joined leaf."""
         leaves = [find(data, path, "Concatenate") for path in self.paths]
         first = leaves[0]
         others = lambda leaf: (*leaf.shape[: self.axis], 0, *leaf.shape[self.axis :][1:])
@@ -128,8 +128,7 @@ def _without(data: Item, path: Path, what: str) -> Any:
     def removed(data: Any, first: str, *deeper: str) -> Any:
         if not isinstance(data, Mapping):
             raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
-        # An empty dict marks a removed entry: it is left out on the way back, with dicts that
-        # become empty.
+        # An empty dict marks a removed entry: it is left out, as are dicts that become empty.
         inner = removed(data[first], *deeper) if deeper else {}
         kept = {name: entry for name, entry in data.items() if name != first}
         return {**kept, first: inner} if inner else kept

@@ -1,12 +1,12 @@
-"""The contracts of the parts of a buffer, and the messages between them.
+"""The contracts of the parts of a buffer, and the messages that parts exchange.
 
-N capacity, E environments, B batch, L window, T time. A *slot* (int32) is the place of an item, an
-*anchor* a slot that a sampler may draw; slots are all that parts exchange.
+N capacity, E environments, B batch, L window, T time. A *slot* (int32) is the index of an item in
+[0, N), an *anchor* a slot that a sampler may draw. Parts refer to items by their slots only.
 
-A part is a description: a class with the decorator `component`, which makes it frozen, hashable and
-free of arrays, below the base of its kind (`Writer`, `Storage`, `Unit`, `Sampler`, `Transform`).
-What it must remember is a state that the buffer hands to it and takes back: arrays, or a subclass
-of `State`. An abstract method is what every part of the kind has, all others have defaults.
+A part is a description: a frozen, hashable class without arrays, made with the decorator
+`component`, below the base of its kind (`Writer`, `Storage`, `Unit`, `Sampler`, `Transform`). All
+that changes is in the state of the part, arrays or a subclass of `State`, which the buffer passes
+to its methods and gets back. Every part must have the abstract methods; all others have defaults.
 """
 
 from jrb._util.public import PublicNames

@@ -1,4 +1,4 @@
-"""The messages between the parts of a buffer, and how most parts make and use them.
+"""The messages between the parts of a buffer, and functions that make them.
 
 N capacity, E environments, B batch, T time.
 """
@@ -18,28 +18,28 @@ from jrb.ring import Clock, Occupancy, Ring
 
 
 class MissingMethodError(TypeError):
-    """A call needs a method of a part which only the part's author can write."""
+    """Raised if a call needs a method of a part that has no possible default."""
 
 
 Item = Any
-"""A pytree of arrays, as users have their transitions."""
+"""A pytree of arrays in the structure of the user's transitions."""
 
 PartState = Any
-"""The state of a part, which its `init` made and its methods returned: a pytree of arrays."""
+"""The state of a part: a pytree of arrays that its `init` makes and its methods replace."""
 
 SlotsForLeaf = Callable[[str], jax.Array]
-"""From the name of a leaf ("next/reward") to the slots it is read at, int32 `[B, ...]`."""
+"""A function from a leaf's name ("next/reward") to the slots to read it at, int32 `[B, ...]`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The facts of a buffer that its parts may use.
+    """The facts about a buffer that its parts may use.
 
     Attributes:
         ring: the ring's shape.
-        keys: the names of the parts of the items.
-        held: the slots that hold items; during a write, those that did before it.
-        reads_windows: True if the unit reads rows of one environment that follow one another.
+        keys: the paths of the reward, the done flags, ... in an item.
+        held: the slots that hold items; during a write, the slots that held items before it.
+        reads_windows: True if the unit reads several consecutive rows of one environment.
     """
 
     ring: Ring
@@ -50,25 +50,24 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class WritePlan:
-    """The slots that the rows of one call go to. A writer makes it, all other parts read it.
+    """The slots that the rows of one call go to. The writer makes it, all other parts read it.
 
-    With one clock for all environments, rows of time are counted once, `[T]`; with a clock for
-    each (`jrb.PerEnvironment`), for each environment, `[T, E]`.
+    If one clock counts the rows of all environments, counts of rows have shape `[T]`; if each
+    environment has its own clock (`jrb.PerEnvironment`), `[T, E]`.
 
     Attributes:
-        starts: int32 `[T]`, the slot of each row's environment 0; N if the row is dropped. For a
-            writer that places items one by one, int32 `[T * E]`, their slots.
+        starts: int32 `[T]`, the slot of environment 0 in each row; N if the row is dropped. Writers
+            that choose a slot for each item alone set the slots of all items, int32 `[T * E]`.
         slots: int32 `[T, E]`, the slot of each item; N if it is dropped.
-        written: bool `[T]` or `[T, E]`, the rows of time that are not masked, also those that later
-            rows of the same call overwrite.
-        passed: int32 `[T]` or `[T, E]`, the running sum of `written`.
-        expired: int32 `[]` or `[E]`, how many of the oldest rows leave, of those held before and
-            those written.
-        consecutive: True only if a single row of time is written, T = 1, without a mask: its slots
-            follow one another, and a storage writes a slice.
-        bounded: True if no more rows leave than are written.
-        cuts: bool `[T, E]`, the items after which an episode ends whatever their flags say; None
-            for none.
+        written: bool `[T]` or `[T, E]`, False for masked rows; True also for rows that later rows
+            of the same call overwrite.
+        passed: int32 `[T]` or `[T, E]`, the number of written rows up to and including each row.
+        expired: int32 `[]` or `[E]`, the number of oldest rows that leave the buffer, counted from
+            the oldest row held before; rows of this call can leave too.
+        consecutive: True only if a single unmasked row is written, T = 1. Its slots follow one
+            another, so a storage can write a slice.
+        bounded: True if at most as many rows leave as are written.
+        cuts: bool `[T, E]`, True for items that end an episode whatever their flags say; or None.
     """
 
     starts: jax.Array
@@ -90,12 +89,12 @@ class WritePlan:
 
     @property
     def length(self) -> int:
-        """T."""
+        """T, the number of rows, masked ones included."""
         return self.passed.shape[0]
 
     @property
     def rows(self) -> jax.Array:
-        """The number of rows of time that are written, int32 `[]` or `[E]`."""
+        """The number of rows that are written, int32 `[]` or `[E]`."""
         return self.passed[-1]
 
     @property
@@ -119,14 +118,14 @@ class WritePlan:
         return self.rows.reshape(-1)
 
     def after(self, token: jax.Array) -> "WritePlan":
-        """Returns the plan with slots that are not known before `token`, an int32 zero."""
+        """Returns the plan with `token`, an int32 zero, added to its slots: writes wait for it."""
         return dataclasses.replace(self, starts=self.starts + token, slots=self.slots + token)
 
     def in_line(self, array: jax.Array) -> "WritePlan":
-        """Returns a plan that waits, in a program for one method, until `array` was written."""
-        # XLA's CPU compiler hands kernels to another thread where more than nine could run at once.
-        # To wake it takes longer than they do: adds take 2 to 5 times as long (see
-        # `jrb/_xla/README.md`).
+        """Returns the plan; in a program of a single method, its writes wait for `array`."""
+        # XLA on the CPU hands kernels to another thread if more than nine could run at once. To
+        # wake that thread takes longer than the kernels: without this wait, adds take 2 to 5 times
+        # as long (see `jrb/_xla/README.md`).
         if not (compiling.current_limits() == compiling.STANDALONE and array.size):
             return self
         return self.after(dependencies.zero_after(array))
@@ -134,15 +133,15 @@ class WritePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Anchors:
-    """The slots that a sampler may draw; with one clock, in the order in which they entered.
+    """The slots that a sampler may draw, by rank; with one clock, ranks follow the order of entry.
 
     Attributes:
-        count: int32 `[]`.
-        nth: a function of ranks, int32 `[B]` in [0, count), and a key. It returns the slots of
-            these anchors, int32 `[B]`, and the probability of each given its rank, float32 `[B]`.
-            If ranks count something larger than a slot, such as episodes, the unit chooses a slot
-            in it by the key. Other units ignore the key, and the probability is 1.
-        all_held: True if the anchors are all slots that hold items, in order.
+        count: int32 `[]`, the number of ranks.
+        nth: a function of ranks, int32 `[B]` in [0, count), and a PRNG key. It returns the slots of
+            the anchors at these ranks, int32 `[B]`, and the probability of each slot given its
+            rank, float32 `[B]`. If a rank stands for several slots, such as an episode, the unit
+            chooses one of them with the key. Otherwise the key is ignored and the probability is 1.
+        all_held: True if the anchors are all slots that hold items, in the order of `Context.held`.
     """
 
     count: jax.Array
@@ -150,16 +149,15 @@ class Anchors:
     all_held: bool = False
 
     def uniform_draw(self, ranks: jax.Array, mask: jax.Array, key: jax.Array) -> "Draw":
-        """Returns the draw of anchors that were equally likely.
+        """Returns the draw of anchors that were chosen with equal probability.
 
         Args:
-            ranks: int32 `[B]`, among the anchors, in [0, count).
+            ranks: int32 `[B]`, the ranks of the drawn anchors, in [0, count).
             mask: bool `[B]`, False for entries that are padding.
-            key: the draw's key, for anchors that stand for more than a slot.
+            key: the key of the draw, for `nth`.
         """
         slots, within = self.nth(ranks, key)
-        # Not divided by the count: XLA would round a quotient of quotients otherwise in a batch
-        # than alone.
+        # Times the inverse, as two programs of XLA may round a quotient of quotients in two ways.
         chances = within * (1 / jnp.maximum(self.count, 1).astype(jnp.float32))
         return Draw(
             slots=slots,
@@ -174,11 +172,11 @@ class IncomingPriorities:
     """The slots of one write, and the priorities that came with its items.
 
     Attributes:
-        slots: int32 `[K]`, K = T * E, the slot of each item; N if it is dropped. Unless rows become
-            anchors later (`Unit.has_delayed_anchors`), `AnchorUpdate.entered` is in this order.
-        row_mask: bool `[T, 1]` or `[T, E]`, the rows of time that are not masked.
-        priorities: float32 `[K]`; None if none came.
-        first_slot: int32 `[]`, the first slot if they all follow one another; else None.
+        slots: int32 `[K]`, K = T * E, the slot of each item; N if it is dropped.
+            `AnchorUpdate.entered` has the same order unless `Unit.has_delayed_anchors`.
+        row_mask: bool `[T, 1]` or `[T, E]`, False for masked rows.
+        priorities: float32 `[K]`, the priority given with each item; None if none were given.
+        first_slot: int32 `[]`, the first of `slots` if they follow one another; else None.
     """
 
     slots: jax.Array
@@ -189,26 +187,25 @@ class IncomingPriorities:
 
 @dataclasses.dataclass(frozen=True)
 class AnchorUpdate:
-    """The anchors that departed in one call, and then those that entered.
+    """The anchors that departed in one call, and those that entered after that.
 
-    Most samplers need `entered` and `departed_slots(ring)` only.
+    Most samplers need only `entered` and `departed_slots(ring)`.
 
     Attributes:
-        entered: int32 `[K]`, slots that became anchors, or are anchors of a new item; N or more for
-            padding.
-        entered_count: int32 `[]`, how many anchors entered, including those that departed in the
-            same call.
-        departed_count: int32 `[]`, how many departed, including those that entered in the same
-            call.
-        departed_from: a function of a rank in the order before the write, int32 `[]`. Returns the
-            number of departed anchors that had this rank or a higher one, int32 `[]`.
-        reordered: bool `[]`, False if survivors keep their order (new rank = old rank - departures
-            before it) and arrivals are appended at the end; True otherwise.
-        consecutive: True if `entered` is a run of slots without a gap or padding.
-        expired: a run of slots that are no anchors any more, oldest first, unless they entered
-            again; None if all of them did.
-        most: the greatest number of slots in `expired`; None for no bound below N.
-        removed: int32 `[M]`, further slots that are no anchors any more; N or more for padding.
+        entered: int32 `[K]`, the slots that became anchors, or were anchors and now hold a new
+            item; N or more for padding.
+        entered_count: int32 `[]`, the number of anchors that entered, also of those that departed.
+        departed_count: int32 `[]`, the number of anchors that departed, also of those that entered.
+        departed_from: a function of a rank in the order before the write, int32 `[]`, that returns
+            the number of departed anchors with this rank or a higher one, int32 `[]`.
+        reordered: bool `[]`, False if the remaining anchors keep their order (new rank = old rank -
+            number of departed anchors before it) and new anchors are appended at the end; True
+            otherwise.
+        consecutive: True if `entered` is a run of slots without gaps and padding.
+        expired: a run of slots, oldest first, that are no longer anchors unless they are in
+            `entered`; None if all of them are.
+        most: an upper bound of the number of slots in `expired`; None for N.
+        removed: int32 `[M]`, further slots that are no longer anchors; N or more for padding.
         incoming: the slots that were written and their priorities; None if nothing was written.
     """
 
@@ -224,13 +221,12 @@ class AnchorUpdate:
     incoming: IncomingPriorities | None = None
 
     def departed_slots(self, ring: Ring) -> jax.Array:
-        """Returns the slots that are no anchors any more, unless they entered again, int32 `[M]`.
+        """Returns the slots that are no longer anchors unless they are in `entered`, int32 `[M]`.
 
-        N or more for padding. M is N if more rows departed than were written, else it does not grow
-        with N.
+        Padding is N or more. M is N if more rows can leave than are written; else it is independent
+        of N.
         """
-        # Of a fixed length: the run is cut to `most`, the greatest number that one write can
-        # expire.
+        # Of a fixed length: the run is cut to `most`, which no write exceeds.
         removed = jnp.zeros(0, jnp.int32) if self.removed is None else self.removed
         if self.expired is None:
             return removed
@@ -242,13 +238,14 @@ class Draw(pytree.State):
     """The anchors that a sampler drew.
 
     Attributes:
-        slots: int32 `[B]`, anchors; any slot where `mask` is False.
-        probabilities: float32 `[B]`, of drawing each; 0 where `mask` is False.
+        slots: int32 `[B]`, the drawn anchors; any slot where `mask` is False.
+        probabilities: float32 `[B]`, with which each anchor is drawn; 0 where `mask` is False.
         weights: float32 `[B]`, importance weights; 0 where `mask` is False.
         mask: bool `[B]`, False where there was nothing to draw.
-        draws: int32 `[B]`, how often each was drawn before. Samplers leave it out; the engine sets
-            it if draws are counted.
-        sampler: int32 `[B]`, which of several samplers drew each; None from a single one.
+        draws: int32 `[B]`, how often each item was drawn before. Samplers leave it None; the engine
+            sets it if draws are counted.
+        sampler: int32 `[B]`, the index of the sampler that drew each anchor; None if there is only
+            one.
     """
 
     slots: jax.Array
@@ -260,7 +257,7 @@ class Draw(pytree.State):
 
 
 class DrawCounts(pytree.State):
-    """The base of sampler states that can count draws. The engine makes and updates the counts.
+    """The base class of sampler states that can count draws; the engine updates the counts.
 
     Attributes:
         draws: int32 `[N]`, how often the item in each slot was drawn; None if that is not counted.
@@ -273,12 +270,12 @@ class ShardStats(pytree.State):
     """The statistics that the sampler of one shard reports to all shards.
 
     Attributes:
-        num_anchors: int32 `[]`, its anchors.
-        mass: float32 `[]`, the sum of the masses of its anchors: shards are drawn from in
-            proportion to it.
-        num_drawable: int32 `[]`, the anchors that may be drawn while no shard has mass.
-        min_mass: float32 `[]`, the least positive mass of an anchor; infinite if that is not known.
-        max_priority: float32 `[]`, the greatest priority that it has seen.
+        num_anchors: int32 `[]`, the number of anchors of the shard.
+        mass: float32 `[]`, the sum of the masses of its anchors. The shard draws each anchor with
+            probability anchor mass / `mass`; global probabilities and weights are computed from it.
+        num_drawable: int32 `[]`, the number of anchors that may be drawn while no shard has mass.
+        min_mass: float32 `[]`, the least positive mass of an anchor; infinite if it is unknown.
+        max_priority: float32 `[]`, the greatest priority that the shard has seen.
     """
 
     num_anchors: jax.Array
@@ -289,7 +286,7 @@ class ShardStats(pytree.State):
 
     @classmethod
     def uniform(cls, anchors: Anchors) -> "ShardStats":
-        """Returns those of a shard that draws all these anchors with the same probability."""
+        """Returns the statistics of a shard that draws all its anchors with equal probability."""
         return cls(
             num_anchors=anchors.count,
             mass=anchors.count.astype(jnp.float32),
@@ -306,9 +303,9 @@ class AuxRead:
     It is gathered together with the items, so that later writes are ordered after it.
 
     Attributes:
-        array: `[N]`.
-        slots: int32 `[B, L]`, the slots it is read at.
-        postprocess: a function from the entries, `[B, L]`, to the value in `Sample.info`.
+        array: `[N]`, an array of the unit's state.
+        slots: int32 `[B, L]`, the slots at which to read `array`.
+        postprocess: a function from the values read, `[B, L]`, to the value in `Sample.info`.
     """
 
     array: jax.Array
@@ -327,11 +324,11 @@ class ReadPlan:
     """The reads of a unit for a batch of anchors.
 
     Attributes:
-        where: the slots to read, leaf by leaf.
-        mask: bool `[B]` or `[B, L]`, which entries are real.
-        info: the entries of `Sample.info`, each an array or an `AuxRead`. Transforms use the one
-            named "is_last", bool like the mask, as ends of episodes.
-        residuals: values that `reduce` needs, arrays or not.
+        where: the slots at which to read each leaf.
+        mask: bool `[B]` or `[B, L]`, True for real entries.
+        info: the entries of `Sample.info`, each an array or an `AuxRead`. Transforms take the ends
+            of episodes from the entry "is_last", bool like `mask`.
+        residuals: further values that `reduce` needs, arrays or not.
     """
 
     where: SlotsForLeaf
@@ -341,21 +338,21 @@ class ReadPlan:
 
     @property
     def aux_reads(self) -> dict[str, AuxRead]:
-        """The entries of `info` that are still to be read."""
+        """The entries of `info` that must still be read."""
         return {name: it for name, it in self.info.items() if isinstance(it, AuxRead)}
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformContext:
-    """The facts of a batch that a transform may use.
+    """The facts about a batch that a transform may use.
 
     Attributes:
-        key: a PRNG key of its own.
-        mask: bool `[B]` or `[B, L]`, which entries are real.
-        keys: the names of the parts of the items.
-        state: the transform's own, if it has one (see `StatefulTransform`).
-        ends: bool like `mask`, the rows that end their episode by what the unit knows, also where
-            no flag says so (`info["is_last"]`); None if it does not know.
+        key: a PRNG key for this transform alone.
+        mask: bool `[B]` or `[B, L]`, True for real entries.
+        keys: the paths of the reward, the done flags, ... in an item.
+        state: the state of the transform, if it is a `StatefulTransform`.
+        ends: bool like `mask`, True for rows that end an episode, with or without a flag, from
+            `info["is_last"]`; None if the unit does not know the ends.
     """
 
     key: jax.Array
@@ -371,11 +368,11 @@ class TransformContext:
 def plan_rows(
     ring: Ring, clock: Clock, length: int, mask: jax.Array | None
 ) -> tuple[Clock, WritePlan]:
-    """Plans T rows of time around the ring, one after the other; of more than R, the last R.
+    """Returns the clock after T more rows, and their plan; of more than R rows, the last R stay.
 
     Args:
-        ring: its shape.
-        clock: where it stands, `[]`, or `[E]` if each environment has its own.
+        ring: the shape of the ring, with R rows.
+        clock: the position before the write, arrays `[]`, or `[E]` if each environment has its own.
         length: T.
         mask: bool `[T]`, the rows to write, or `[T, E]` with a clock `[E]`; None for all.
     """
@@ -390,7 +387,7 @@ def plan_rows(
         passed, starts = jnp.ones(1, jnp.int32), clock.cursor[None] * ring.envs
     else:
         passed = jnp.cumsum(written, axis=0, dtype=jnp.int32)
-        # Of more rows than the ring has, the last ones: no slot stands twice in a plan.
+        # Of more rows than the ring has, the last ones are kept: a plan has no slot twice.
         kept = written & (passed > passed[-1] - ring.rows)
         # A masked row has the `passed` of the row before it, so it takes no slot of its own.
         starts = ring.row_after(clock.cursor, passed - 1) * ring.envs
@@ -409,8 +406,8 @@ def plan_rows(
 
 
 def put_rows(array: jax.Array, plan: WritePlan, rows: jax.Array) -> jax.Array:
-    """Puts rows `[T, E, ...]` at the slots of a write, in an array `[N, ...]`."""
-    # A slice for consecutive slots, else a scatter of items without those that `plan` drops.
+    """Returns an array `[N, ...]` after rows `[T, E, ...]` were written to the slots of a plan."""
+    # Writes a slice if slots are consecutive, else scatters all items that `plan` does not drop.
     if plan.consecutive:
         return lax.dynamic_update_slice_in_dim(array, rows[0], plan.starts[0], axis=0)
     items = rows.reshape(plan.slots.size, *rows.shape[2:])
@@ -418,14 +415,14 @@ def put_rows(array: jax.Array, plan: WritePlan, rows: jax.Array) -> jax.Array:
 
 
 def episode_ends(context: Context, plan: WritePlan, items: Item) -> jax.Array:
-    """Returns which rows of a write are the last of their episodes, by flags or cuts, `[T, E]`.
+    """Returns True for the rows of a write that end an episode, by a flag or a cut, bool `[T, E]`.
 
     Args:
         context: the buffer's context.
-        plan: of these rows.
-        items: leaves `[T, E, ...]`; those without any flag end by cuts only.
+        plan: the plan of the write.
+        items: leaves `[T, E, ...]`; without any flag, only cuts end episodes.
     """
-    # Without flags, episodes end where the writer of the buffer says so: by cuts, see `truncate`.
+    # Without flags, episodes end only by cuts: see `ReplayBuffer.truncate`.
     if context.keys.flags(items):
         done = ends_of(items, context.keys)
     else:
@@ -441,11 +438,11 @@ def all_held(context: Context) -> Anchors:
 
 
 def every_slot(context: Context, plan: WritePlan) -> AnchorUpdate:
-    """Returns the update by a write if every slot that holds an item is an anchor."""
+    """Returns the update by a write for a unit whose anchors are all slots that hold items."""
     ring, held = context.ring, context.held
     expired, written = plan.expired_by_clock, plan.rows_by_clock
     entered, leaving = plan.slots.reshape(-1), {}
-    if not plan.bounded:  # else each slot that leaves enters again, with another item
+    if not plan.bounded:  # else each slot that departs enters again, with another item
         leaving = departures(context, plan)
     if held.streams == 1:
         count = expired[0] * ring.envs
@@ -461,8 +458,8 @@ def every_slot(context: Context, plan: WritePlan) -> AnchorUpdate:
             consecutive=plan.consecutive,
             **leaving,
         )
-    # An item that takes the place of another has its rank, too (see `Occupancy`): only what makes a
-    # stream longer moves the ranks of others, and only rows that are not overwritten depart.
+    # A new item has the rank of the item that it overwrites (see `Occupancy`): other ranks change
+    # only if a stream grows, and only rows that leave without being overwritten depart.
     grown = jnp.maximum(written - expired, 0)
     removed = leaving.get("removed", jnp.zeros(0, jnp.int32))
     departs, safe = removed < ring.capacity, jnp.minimum(removed, ring.capacity - 1)
@@ -478,9 +475,9 @@ def every_slot(context: Context, plan: WritePlan) -> AnchorUpdate:
 
 
 def departures(context: Context, plan: WritePlan) -> dict[str, Any]:
-    """Returns the fields of an `AnchorUpdate` for rows that leave: a run of slots, or each slot."""
+    """Returns fields of an `AnchorUpdate` for expired rows: `expired` and `most`, or `removed`."""
     ring, held, expired = context.ring, context.held, plan.expired_by_clock
-    # Shapes must not depend on values: as many as could leave in any call of this length.
+    # Shapes must not depend on values: room for as many rows as a call of this length can expire.
     most = min(plan.length, ring.rows) if plan.bounded else ring.rows
     if held.streams > 1:
         row = jnp.arange(most, dtype=jnp.int32)[:, None]

@@ -1,4 +1,4 @@
-"""The base of each kind of part, and checks against it."""
+"""The base class of each kind of part, and a check that a value is such a part."""
 
 import difflib
 from typing import Any
@@ -13,7 +13,7 @@ BASES: dict[str, type] = {"sampler": Sampler, "unit": Unit, "writer": Writer, "s
 
 
 def check_part(name: str, value: object) -> None:
-    """Raises unless it is an instance of the base of its kind, not a class or a string."""
+    """Raises TypeError unless `value` is an instance of the base class for the part `name`."""
     base: Any = BASES[name]
     if isinstance(value, type | str):
         kind, names, classes = value if isinstance(value, str) else value.__name__, [], [base]

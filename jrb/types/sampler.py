@@ -1,9 +1,9 @@
-"""The contracts of samplers: every sampler's, and more for an order, for priorities, for shards.
+"""The base classes of samplers: one for all, and three for order, priorities and shards.
 
-Your own sampler is below `Sampler` and has at least `draw`. One for which the order of
-anchors matters is below `OrderedSampler`, one with priorities below `PrioritizedSampler`, and one
-that draws from shards with exact probabilities below `ShardedSampler` too. A call that needs a
-method which only the sampler's author can write raises `MissingMethodError` and names it.
+A sampler of your own is a subclass of `Sampler` with at least the method `draw`. Subclass
+`OrderedSampler` if the order of anchors matters, `PrioritizedSampler` if anchors have priorities,
+and also `ShardedSampler` if shards must draw with exact probabilities. A call that needs a method
+for which there is no default raises `MissingMethodError`, which names the method.
 """
 
 import abc
@@ -25,16 +25,16 @@ from jrb.types.messages import (
 
 
 class Sampler(abc.ABC):
-    """Decides which anchors are drawn, and with what probability.
+    """Decides which anchors are drawn, and with which probability.
 
     Attributes:
-        consumes: True if `draw` uses anchors up.
-        prioritized: True below `PrioritizedSampler`, and nowhere else.
-        count_draws: whether to count how often each item is drawn, int32 `[N]`; the state is then
-            below `DrawCounts`, and the engine counts. `Sample.info["draws"]`, int32 `[B]`, has the
-            draws of each item before this one, and `jrb.stats` those of all items. `draw` counts,
-            `sample` does not; an item that stands twice in a batch counts twice; a new item counts
-            from 0.
+        consumes: True if a draw changes which anchors later draws can return, as for a queue.
+        prioritized: True for subclasses of `PrioritizedSampler`, and only for them.
+        count_draws: if True, the engine counts how often each item is drawn, int32 `[N]`, in the
+            sampler's state, which must be a `DrawCounts`. `Sample.info["draws"]`, int32 `[B]`, is
+            the number of earlier draws of each item, and `jrb.stats` summarizes the draws of all
+            items. `draw` counts, `sample` does not; an item that is in a batch twice counts twice;
+            a new item starts at 0.
     """
 
     consumes: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class Sampler(abc.ABC):
             )
 
     def init(self, ring: Ring) -> Any:
-        """Returns the state of a buffer without anchors; by default it keeps counts at most."""
+        """Returns the state of a buffer without anchors: by default nothing but counts of draws."""
         return DrawCounts() if self.count_draws else {}
 
     def on_write(self, ring: Ring, state: PartState, change: AnchorUpdate, anchors: Anchors) -> Any:
@@ -61,7 +61,7 @@ class Sampler(abc.ABC):
         Args:
             ring: the ring's shape.
             state: the sampler's state.
-            change: the anchors that departed, then those that entered: a slot may be in both.
+            change: the anchors that departed, then those that entered; a slot may be in both.
             anchors: the anchors after the write.
         """
         return state
@@ -76,21 +76,21 @@ class Sampler(abc.ABC):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[Any, Draw]:
-        """Draws a batch.
+        """Draws a batch of anchors.
 
-        Read large arrays of the state by `jrb.authoring.materialize` or in a loop, and compute the
-        slots from these reads: a later write waits for the slots, and is then done in place.
+        Read large arrays of the state in `jrb.authoring.materialize` or in a loop, and compute the
+        slots from these reads: later writes then wait for the slots and happen in place.
 
         Args:
             ring: the ring's shape.
             state: the sampler's state.
-            anchors: the anchors there are.
+            anchors: the anchors to draw from.
             key: a PRNG key. It is consumed.
             batch_size: B.
             beta: the exponent of importance weights, float `[]`; None for the sampler's own.
 
         Returns:
-            The state after the draw, and the draw, arrays `[B]`.
+            The state after the draw; and the drawn anchors, arrays `[B]`.
         """
 
     def ready(self, state: PartState, anchors: Anchors, batch_size: int | None) -> jax.Array:
@@ -100,22 +100,22 @@ class Sampler(abc.ABC):
     def import_state(
         self, state: PartState, old: PartState, slots: jax.Array, new_slots: jax.Array
     ) -> Any:
-        """Returns the state with what another buffer's sampler of this class knew of the items.
+        """Takes over what the state `old` of another buffer knew about items that were copied.
 
         By default raises MissingMethodError if the state has arrays other than counts of draws.
 
         Args:
-            state: the state after the items were written.
-            old: the state of the other sampler.
-            slots: int32 `[K]`, where the items were.
-            new_slots: int32 `[K]`, where they are.
+            state: the state of this buffer after the items were written.
+            old: the state of the same sampler in the other buffer.
+            slots: int32 `[K]`, the slots of the items in the other buffer.
+            new_slots: int32 `[K]`, their slots in this buffer.
         """
         return self._unless_stateful(state, "import_state", "rebuild")
 
     def rebuild_index(
         self, ring: Ring, state: PartState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> Any:
-        """Returns the state after ends of episodes were edited, which changes all anchors.
+        """Returns the state for new anchors, after an edit changed where episodes end.
 
         By default raises MissingMethodError if the state has arrays other than counts of draws.
 
@@ -123,15 +123,15 @@ class Sampler(abc.ABC):
             ring: the ring's shape.
             state: the sampler's state.
             entered: int32 `[K]`, the slots of all anchors; N or more for padding.
-            old: the anchors before.
-            new: the anchors now.
+            old: the anchors before the edit.
+            new: the anchors after the edit.
         """
         return self._unless_stateful(state, "rebuild_index", "set")
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """Returns the state without anchors, by default that of `init` in the memory of `state`.
+        """Returns the state without anchors: by default that of `init`, in the memory of `state`.
 
-        Overwrite large arrays after the token, an int32 zero, by `jrb.authoring.overwrite`.
+        Use `jrb.authoring.overwrite` for large arrays: they then wait for `token`, an int32 zero.
         """
         draws = state.draws if isinstance(state, DrawCounts) else None  # 0 again when written
         own = state if draws is None else state.replace(draws=None)
@@ -139,14 +139,14 @@ class Sampler(abc.ABC):
         return own if draws is None else own.replace(draws=draws)
 
     def _unless_stateful(self, state: PartState, method: str, verb: str) -> Any:
-        """Returns the state, or raises where only the author knows what becomes of its arrays."""
+        """Returns `state`; raises if it has other arrays than counts: no default fits them."""
         if jax.tree.leaves(state.replace(draws=None) if isinstance(state, DrawCounts) else state):
             raise missing_method(self, method, verb)
         return state
 
 
 def missing_method(sampler: Sampler, methods: str, verb: str, base: str = "Sampler") -> TypeError:
-    """Returns the error of a call that needs methods which the sampler does not have."""
+    """Returns the error of a call, `verb`, that needs methods which the sampler does not have."""
     return MissingMethodError(
         f"{verb}: expected a sampler with a method {methods}, got {type(sampler).__name__}, for "
         f"which no default would be right. See jrb.types.{base}."
@@ -154,17 +154,17 @@ def missing_method(sampler: Sampler, methods: str, verb: str, base: str = "Sampl
 
 
 class OrderedSampler(Sampler):
-    """Draws by the order of anchors, such as a queue: only writers that keep one fit."""
+    """A sampler that uses the order of anchors, such as a queue. Environments share one clock."""
 
     def check(self, ring: Ring, unit: Any) -> None:
-        """Raises ValueError if the unit's anchors, on this ring, have no order that fits."""
+        """Raises ValueError if the unit's anchors enter in an order that the sampler cannot use."""
         return
 
     def num_pending(self, state: PartState, anchors: Anchors) -> jax.Array | None:
         """Returns how many of the newest anchors were not drawn yet and must be kept, int32 `[]`.
 
-        `jrb.BlockWhenFull` does not overwrite them. None if all may be overwritten, the default of
-        samplers that do not consume; others must have this method.
+        `jrb.BlockWhenFull` does not overwrite them. Returns None if all may be overwritten: the
+        default for samplers that do not consume. Those that consume must write this method.
         """
         if self.consumes:
             raise missing_method(self, "num_pending", "rebuild", "OrderedSampler")
@@ -172,17 +172,17 @@ class OrderedSampler(Sampler):
 
 
 class PrioritizedSampler(Sampler):
-    """Draws anchors by priorities that users set.
+    """A sampler that draws anchors by priorities which users set.
 
-    The state keeps a priority for each slot, and the exponent alpha; more is up to the sampler.
-    A template is `examples/parts/rank_based.py`.
+    The state holds a priority for each slot, the exponent alpha, and what else the sampler needs. A
+    template is `examples/parts/rank_based.py`.
 
     Attributes:
-        takes_priorities: True if `on_write` uses those in `AnchorUpdate.incoming`, so that
+        takes_priorities: True if `on_write` uses the priorities in `AnchorUpdate.incoming`, so that
             `add(..., priorities=)` works.
-        stratified: True if a draw takes one anchor from each of B equal parts of all mass.
-        normalize: the divisor of importance weights: the largest in the "batch", or the largest
-            that any anchor in the "buffer" would get; None for no division. Shards use it.
+        stratified: True if a draw takes one anchor from each of B equal parts of the total mass.
+        normalize: the divisor of importance weights: "batch" for the largest weight in the batch,
+            "buffer" for the largest weight that any anchor could get, None for no division.
     """
 
     prioritized: ClassVar[bool] = True
@@ -194,7 +194,7 @@ class PrioritizedSampler(Sampler):
     )
 
     def attach(self, state: PartState, has_delayed_anchors: bool) -> Any:
-        """Returns the state that `init` made, perhaps with room for priorities that wait.
+        """Returns the state that `init` made, with an array for pending priorities if needed.
 
         Args:
             state: the state that `init` made.
@@ -213,22 +213,22 @@ class PrioritizedSampler(Sampler):
     def priorities(self, state: PartState) -> jax.Array:
         """Returns the priority of each slot, float32 `[N]`.
 
-        -1 where there is no anchor, -2 where there is one that was dropped.
+        It is -1 for a slot that is no anchor, and -2 for an anchor that `drop` removed.
         """
 
     @abc.abstractmethod
     def update(
         self, ring: Ring, state: PartState, slots: jax.Array, priorities: jax.Array, ok: jax.Array
     ) -> Any:
-        """Sets new priorities.
+        """Sets new priorities of anchors.
 
         Args:
             ring: the ring's shape.
             state: the sampler's state.
-            slots: int32 `[B]`; those that are no anchors are left alone. If a slot stands twice,
-                its last priority counts.
-            priorities: float32 `[B]`; one that is NaN, infinite or negative is left out.
-            ok: bool `[B]`, False for entries to leave out.
+            slots: int32 `[B]`; slots that are no anchors are ignored. Of equal slots, the last one
+                counts.
+            priorities: float32 `[B]`; those that are NaN, infinite or negative are ignored.
+            ok: bool `[B]`, False for entries to ignore.
         """
 
     @abc.abstractmethod
@@ -239,94 +239,95 @@ class PrioritizedSampler(Sampler):
         priorities: jax.Array,
         highest: jax.Array | float | None = None,
     ) -> Any:
-        """Sets priorities that come from elsewhere, such as another buffer.
+        """Sets priorities that come from elsewhere, such as from another buffer.
 
         Args:
             state: the sampler's state.
-            slots: int32 `[K]`, distinct; those that are no anchors are left alone.
-            priorities: real numbers `[K]`; a negative one leaves the priority as it is.
-            highest: the greatest priority seen there; None for the greatest of both.
+            slots: int32 `[K]`, distinct; slots that are no anchors are ignored.
+            priorities: real numbers `[K]`; a negative one leaves the old priority.
+            highest: the greatest priority ever seen, for new items; None for the greatest of the
+                state's own and the valid ones in `priorities`.
         """
 
     @abc.abstractmethod
     def set_alpha(self, state: PartState, alpha: jax.Array | float) -> Any:
-        """Sets the exponent of the priorities, a number that may be traced.
+        """Sets the exponent of the priorities to a number, which may be traced.
 
-        The state has to keep it: `empty`, `rebuild` and checkpoints leave it as it is.
+        The state must hold alpha, since `empty`, `rebuild` and checkpoints keep its value.
         """
 
     @abc.abstractmethod
     def import_state(
         self, state: PartState, old: PartState, slots: jax.Array, new_slots: jax.Array
     ) -> Any:
-        """Takes over priorities, alpha, and what else another state of this sampler knew."""
+        """Returns the state with priorities, alpha and whatever else `old` knew (see `Sampler`)."""
 
     @abc.abstractmethod
     def rebuild_index(
         self, ring: Ring, state: PartState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> Any:
-        """Keeps the priorities of anchors that stay when ends of episodes are edited.
+        """Keeps the priorities of anchors that remain after an edit changed where episodes end.
 
-        Slots in `entered`, int32 `[K]`, that were no anchors get the priority of new items; all
-        others are anchors no more.
+        Slots in `entered`, int32 `[K]`, that were no anchors get the priority of new items; slots
+        outside it are no longer anchors.
         """
 
     @abc.abstractmethod
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """Returns the state without anchors: that of `init`, but for alpha."""
+        """Returns the state without anchors: that of `init`, except that alpha keeps its value."""
 
     def drop(self, ring: Ring, state: PartState, slots: jax.Array, ok: jax.Array) -> Any:
-        """Returns the state in which some anchors are not drawn any more.
+        """Removes anchors, `slots`, int32 `[B]`, from all later draws.
 
-        By default raises MissingMethodError. Slots and `ok` are those of `update`.
+        Entries where `ok`, bool `[B]`, is False are ignored. By default raises MissingMethodError.
         """
         raise missing_method(self, "drop", "drop", "PrioritizedSampler")
 
 
 class ShardedSampler(Sampler):
-    """Draws from shards, so that all together draw as one buffer would.
+    """A sampler whose shards together draw as a single buffer would.
 
-    Each shard draws its part of a batch alone. From what all shards report, `ShardStats`, the
-    engine computes probabilities and importance weights over all of them. Samplers that consume
-    anchors need none of this: each shard draws for itself, and weights mean nothing.
+    Each shard draws its part of a batch alone. From the `ShardStats` of all shards, the engine
+    computes probabilities and importance weights over all items. Samplers that consume anchors need
+    none of this: each shard draws for itself, and weights have no meaning.
 
     Attributes:
-        normalize: the divisor of importance weights, as of `PrioritizedSampler`.
+        normalize: the divisor of importance weights, as in `PrioritizedSampler`.
     """
 
     normalize: Literal["batch", "buffer"] | None = None
 
     @abc.abstractmethod
     def stats(self, ring: Ring, state: PartState, anchors: Anchors) -> ShardStats:
-        """Returns what the other shards have to know.
+        """Returns the statistics that this shard reports to the others.
 
-        `ShardStats.mass` says how much of the whole the anchors of this shard are, on a scale that
-        is the same in all shards: `draw` gives anchor i with probability m_i / mass.
-        `ShardStats.uniform(anchors)` from a sampler that draws all of them alike.
+        `ShardStats.mass` is the total mass of the shard's anchors, on a scale that all shards
+        share: `draw` must give anchor i with probability m_i / mass. A sampler that draws all
+        anchors with the same probability returns `ShardStats.uniform(anchors)`.
         """
 
     @abc.abstractmethod
     def exponent(self, beta: jax.Array | float | None) -> jax.Array:
         """Returns the exponent of importance weights, float32 `[]`; 0 if all weights are 1.
 
-        `beta` is None for the sampler's own.
+        `beta`, float `[]`, replaces the sampler's own; None keeps that.
         """
 
     def for_shard(self, num_shards: int) -> "ShardedSampler":
-        """Returns the sampler of one of `num_shards` shards, which together draw as this one."""
+        """Returns the sampler for each of `num_shards` shards, which together draw as this one."""
         return self
 
     def sync_shards(self, state: PartState, stats: ShardStats) -> Any:
-        """Returns the state of this shard after a draw; `stats` is of all shards, arrays `[S]`.
+        """Returns this shard's state after a draw; `stats` has arrays `[S]`, of all shards.
 
-        For example, new items get `jnp.max(stats.max_priority)`, the greatest priority of all.
+        For example, new items get the priority `jnp.max(stats.max_priority)`.
         """
         return state
 
     def concat_shard_states(self, states: list[PartState]) -> Any:
-        """Returns the states of several shards as one, for `import_state`.
+        """Returns one state made of the states of several shards, for `import_state`.
 
-        Slot s of shard k becomes slot k N + s. The engine takes care of counts of draws. By default
-        raises MissingMethodError if states have other arrays.
+        Slot s of shard k becomes slot k N + s. The engine concatenates counts of draws. By default
+        raises MissingMethodError if the states have other arrays.
         """
         return self._unless_stateful(states[0], "concat_shard_states", "rebuild")

@@ -1,4 +1,4 @@
-"""The contracts of storages: on the device, and on the host."""
+"""The base classes of storages: for items on the device, and for items on the host."""
 
 import abc
 from contextlib import AbstractContextManager, nullcontext
@@ -14,12 +14,12 @@ from jrb.types.messages import AuxRead, Context, Item, PartState, SlotsForLeaf, 
 
 
 class Storage(abc.ABC):
-    """Puts rows at slots, gets rows at slots.
+    """Keeps the items: writes rows to slots, and reads them.
 
     Attributes:
-        of_objects: True if items are no arrays, but Python objects.
-        unbound: names of fields that say where items are, and not what the buffer does: a
-            description may be loaded with others.
+        of_objects: True if items are Python objects instead of arrays.
+        unbound: the names of fields on which no state depends, such as a path; a saved buffer may
+            be loaded with other values of them.
     """
 
     of_objects: ClassVar[bool] = False
@@ -27,12 +27,12 @@ class Storage(abc.ABC):
 
     @property
     def requires_chronological(self) -> bool:
-        """True if rows must come in the order of time."""
+        """True if rows must be written in the order of time."""
         return False
 
     @abc.abstractmethod
     def init(self, context: Context, spec: Item) -> Any:
-        """Returns room for N items of this spec (`jax.ShapeDtypeStruct` leaves)."""
+        """Returns a state with room for N items of this spec (`jax.ShapeDtypeStruct` leaves)."""
 
     @abc.abstractmethod
     def spec(self, state: PartState) -> Item:
@@ -42,36 +42,36 @@ class Storage(abc.ABC):
     def write(
         self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
-        """Puts items, leaves `[T, E, ...]`, at the slots of `plan`.
+        """Writes items, leaves `[T, E, ...]`, to the slots of `plan`.
 
         Returns:
-            The state, and `plan`: the same, or with more rows expired where there was no room.
+            The state; and `plan`, in which more rows expire if the storage had no room for them.
         """
 
     @abc.abstractmethod
     def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
-        """Returns each leaf at its slots, `[*where(name).shape, ...]`.
+        """Returns each leaf at the slots `where(name)`, shape `[*where(name).shape, ...]`.
 
-        Read by few gathers, in `jrb.authoring.materialize`, so that later writes wait for them.
+        Use few gathers, in `jrb.authoring.materialize`, so that later writes wait for them.
         """
 
     def read_with(
         self, context: Context, state: PartState, where: SlotsForLeaf, lookups: list[AuxRead]
     ) -> tuple[Item, list[jax.Array]] | None:
-        """Reads items and further arrays together, in one `dependencies.materialize`.
+        """Reads items and the arrays of `lookups` together, in one `dependencies.materialize`.
 
         Returns:
-            The items, and what is in each array at its slots; None from a storage that cannot, of
-            which the items are then read after the rest.
+            The items, and the values of each array at its slots. None if the storage cannot do
+            this; the engine then reads the arrays first and the items after them.
         """
         return None
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """Returns the state without items; their arrays may keep what they hold."""
+        """Returns the state without items; arrays may keep their old values."""
         return dependencies.emptied(state, token)
 
     def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
-        """Returns True if rows share some of these leaves: then `edit` is not called for them."""
+        """Returns True if rows share memory in any of these leaves; such leaves are not edited."""
         return False
 
     def edit(
@@ -81,13 +81,14 @@ class Storage(abc.ABC):
         slots: jax.Array | None,
         values: dict[str, jax.Array],
     ) -> Any:
-        """Puts other values into leaves of held items.
+        """Returns the state with other values in leaves of held items.
 
         Args:
             context: the buffer's context.
             state: the storage's state.
-            slots: int32 `[B]`, distinct but for those of N, which are left out; None for all N.
-            values: leaves `[B, ...]` by their names, of their dtypes.
+            slots: int32 `[B]`, distinct, except that entries of N are skipped; None for all N
+                slots.
+            values: leaves `[B, ...]` by name, in the stored dtypes.
         """
         raise TypeError(
             f"set: expected a storage with a method edit, got {type(self).__name__}. "
@@ -95,9 +96,10 @@ class Storage(abc.ABC):
         )
 
     def slotted(self, state: PartState) -> Item:
-        """Returns arrays `[N or more, ...]` whose row s changes only when slot s is written, s < N.
+        """Returns arrays `[N or more, ...]` in which row s < N changes only when slot s is written.
 
-        A checkpoint looks for changes in these only, and writes others in full: by default, all.
+        A checkpoint writes only the changed rows of these arrays, and others in full. Default:
+        none.
         """
         return ()
 
@@ -109,13 +111,13 @@ _NO_ARRAYS = SpecKey({})
 class HostStorage(Storage):
     """A storage that keeps items on the host.
 
-    Outside `jit`, the buffer's methods are host code around jitted parts. In these, `device_part`
-    stands for the storage: it plans the writes and reads, and the methods here carry them out.
-    Inside `jit`, the buffer calls `write` and `read`, as of any storage.
+    Outside `jit`, the buffer's methods are host code around jitted parts. In the jitted parts,
+    `device_part` takes the place of this storage: it plans writes and reads, and the methods here
+    carry them out. Inside `jit`, the buffer calls `write` and `read`, as of any storage.
 
     Attributes:
-        state_type: the class of its states, below `HostState`.
-        takes_back: whether a write that something interrupts in `writing` has not happened.
+        state_type: the class of the storage's states, a subclass of `HostState`.
+        takes_back: True if a write that is interrupted inside `writing` is undone.
     """
 
     state_type: ClassVar[type]
@@ -124,7 +126,7 @@ class HostStorage(Storage):
     @property
     @abc.abstractmethod
     def device_part(self) -> Any:
-        """The storage in jitted parts that takes the place of this one, as `HostStorageProxy()`."""
+        """The storage that replaces this one in jitted parts, such as `HostStorageProxy()`."""
 
     @abc.abstractmethod
     def device_state(self, state: PartState) -> Any:
@@ -132,43 +134,43 @@ class HostStorage(Storage):
 
     @abc.abstractmethod
     def make(self, ring: Ring, spec: Item, device_state: PartState, is_chronological: bool) -> Any:
-        """Returns the state of an empty storage, to which rows come in the order of time or not."""
+        """Creates an empty storage; `is_chronological` is True if rows will be in order of time."""
 
     @abc.abstractmethod
     def put(self, state: PartState, planned: Any, items: Item) -> Any:
-        """Puts items, leaves `[T, E, ...]` or `[T, ...]`, where the device part has `planned`."""
+        """Writes items, leaves `[T, E, ...]` or `[T, ...]`, as `planned` by `device_part.write`."""
 
     def moved(self, state: PartState, planned: Any) -> Any:
-        """Returns the state with that of the device part in `planned`; by default there is none.
+        """Returns the state with the device part's state from `planned`; by default it has none.
 
-        Called where `put` was called with a plan that had none yet.
+        Called after `put` if the plan given to `put` did not contain that state yet.
         """
         return state
 
     @abc.abstractmethod
     def fetch(self, state: PartState, slots: jax.Array, places: Any) -> Item:
-        """Returns the items at slots `[B]`; or each leaf where the device part has located it.
+        """Returns the items at `slots`; or each leaf at its own slots, given by `places`.
 
         Args:
             state: the storage's state.
             slots: int32 `[B]`, the anchors.
-            places: what `device_part.locate` gave, None where all leaves are read at `slots`.
+            places: the result of `device_part.locate`; None if all leaves are read at `slots`.
         """
 
     @abc.abstractmethod
     def take(self, state: PartState, slots: np.ndarray) -> Item:
-        """Returns the items at slots of any shape, without unit and transforms."""
+        """Returns the stored items at slots of any shape, without unit and transforms."""
 
     def put_values(
         self, state: PartState, device_state: PartState, slots: np.ndarray, values: Item
     ) -> Any:
-        """Edits as `edit` does, outside `jit`.
+        """Returns the edited state, as `edit` does, outside `jit`.
 
         Args:
             state: the storage's state.
-            device_state: that of the device part, edited already.
-            slots: int32 `[B]`, distinct but for those of N, which are left out.
-            values: leaves `[B, ...]` by their names; or, of objects, a sequence.
+            device_state: the state of the device part, in which the edit is done already.
+            slots: int32 `[B]`, distinct, except that entries of N are skipped.
+            values: leaves `[B, ...]` by name; for a storage of objects, a sequence of B objects.
         """
         raise TypeError(
             f"set: expected a storage with a method put_values, got {type(self).__name__}. "
@@ -176,21 +178,21 @@ class HostStorage(Storage):
         )
 
     def spec_key(self, state: PartState) -> SpecKey:
-        """Returns what one slot holds, as a key of dicts; by default it is made at each call."""
+        """Returns the spec of one item as a hashable key; by default computed at each call."""
         return _NO_ARRAYS if self.of_objects else SpecKey(self.spec(state))
 
     def names(self, state: PartState) -> tuple[str, ...] | None:
-        """Returns the names of the leaves; None where items are read as a whole."""
+        """Returns the names of the leaves; None if items can only be read with all their leaves."""
         return None
 
     def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
-        """Returns the bytes that `make` allocates, without those of the device part."""
+        """Returns the number of bytes that `make` allocates, without those of the device part."""
         return 0
 
     def drawing(self, state: PartState) -> AbstractContextManager[None]:
-        """Returns a context in which nothing is overwritten."""
+        """Returns a context for reads, inside which no slot is overwritten."""
         return nullcontext()
 
     def writing(self, state: PartState) -> AbstractContextManager[None]:
-        """Returns a context after which, if interrupted, this state is the newest again."""
+        """Returns a context for a write; if interrupted, `state` is the newest one again."""
         return nullcontext()

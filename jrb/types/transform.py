@@ -1,4 +1,4 @@
-"""The contract of transforms."""
+"""The base classes of transforms."""
 
 import abc
 from typing import Any, ClassVar
@@ -12,31 +12,32 @@ from jrb.types.messages import Context, Item, PartState, TransformContext
 class Transform(abc.ABC):
     """Changes data on the way out of a buffer.
 
-    Any function from data to data will do as well; this is for those that must know more. One with
-    a method `inverse(item)` is undone on the way in, item by item.
+    A plain function from data to data can be a transform too; this class is for transforms that
+    need a `TransformContext`. If a transform has a method `inverse(item)`, the buffer applies it to
+    each item before it is stored.
     """
 
     @abc.abstractmethod
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns changed data; leaves are `[B, ...]` or `[B, L, ...]`."""
+        """Returns the changed data; its leaves are `[B, ...]` or `[B, L, ...]`."""
 
 
 class StatefulTransform(Transform):
     """A transform that learns from what is written, such as running statistics.
 
-    Items stay as they are stored: `apply` finds the newest state in `batch.state`. The states of a
-    buffer are in `BufferState.transforms`, in the order of the transforms that have one. Emptying
-    the buffer leaves them as they are.
+    Items are stored unchanged: `apply` gets the newest state in `batch.state`.
+    `BufferState.transforms` has the states, in the order of the transforms that have one. Emptying
+    the buffer keeps them.
 
     Attributes:
-        unbound: names of fields on which no state depends.
+        unbound: the names of fields on which no state depends.
     """
 
     unbound: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def init(self, context: Context, spec: Item) -> PartState:
-        """Returns the state before any write; `spec` is of an item as `on_write` sees it."""
+        """Returns the state before any write; `spec` describes one item as `on_write` gets it."""
 
     @abc.abstractmethod
     def on_write(
@@ -47,25 +48,25 @@ class StatefulTransform(Transform):
         mask: jax.Array,
         ended: jax.Array,
     ) -> PartState:
-        """Returns the state after a write, to rounding the same however rows are cut into calls.
+        """Returns the state after a write; how rows are cut into calls changes only its rounding.
 
         Args:
             context: the buffer's context before the write.
-            state: what this returned last.
-            items: as the transforms before this one make them of single items, `[T, E, ...]`.
-            mask: bool `[T, E]`, which of them are written.
-            ended: bool `[T, E]`, which of those end an episode.
+            state: the state before the write.
+            items: leaves `[T, E, ...]`, to which the transforms before this one were applied.
+            mask: bool `[T, E]`, True for items that are written.
+            ended: bool `[T, E]`, True for written items that end an episode.
         """
 
     def truncate(self, state: PartState, which: jax.Array) -> Any:
-        """Returns the state after some environments, bool `[E]`, were reset; unchanged here."""
+        """Returns the state after environments `which`, bool `[E]`, were reset; here unchanged."""
         return state
 
     def import_state(self, state: PartState, old: PartState) -> Any:
-        """Returns the state in a rebuilt buffer, by default all that the old one had learned.
+        """Returns the state for a rebuilt buffer: by default `old`, if its arrays fit.
 
         Args:
-            state: learned from the items that came along.
-            old: of a transform of the same class, though its arrays may be others.
+            state: the state after the items were written to the rebuilt buffer.
+            old: the state in the old buffer, of the same class of transform; its arrays may differ.
         """
         return old if pytree.alike(state, old) else state

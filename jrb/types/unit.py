@@ -1,4 +1,4 @@
-"""The contract of units."""
+"""The base class of units."""
 
 import abc
 from typing import Any, ClassVar, NoReturn
@@ -25,14 +25,15 @@ from jrb.types.writer import Writer
 
 
 class Unit(abc.ABC):
-    """Decides what one anchor stands for. A template is `examples/parts/previous_action.py`.
+    """Decides what is sampled for an anchor, such as a transition, n steps or a sequence.
 
-    A unit has to write `max_entry_delay`, `lookback`, `init`, `on_write`, `anchors`, `plan_read`,
-    `reduce`, `truncate` and `is_episode_end`; the rest has defaults. `jrb.ReplayBuffer.set` of the
-    flags that end episodes makes the unit's state anew by `init` and `on_write`.
+    Subclasses must write `max_entry_delay`, `lookback`, `init`, `on_write`, `anchors`, `plan_read`,
+    `reduce`, `truncate` and `is_episode_end`; all else has defaults. If `jrb.ReplayBuffer.set`
+    edits the flags that end episodes, `init` and `on_write` make the state again. A template is
+    `examples/parts/previous_action.py`.
 
     Attributes:
-        one_row: True if items are drawn as they are stored, all leaves at the anchor.
+        one_row: True if a sample is the item at the anchor as it is stored.
     """
 
     one_row: ClassVar[bool] = False
@@ -40,113 +41,113 @@ class Unit(abc.ABC):
     @property
     @abc.abstractmethod
     def max_entry_delay(self) -> int | None:
-        """The most rows by which an anchor may be older than one that entered before it.
+        """The most rows by which an anchor can be older than an anchor that entered before it.
 
-        0 if anchors enter in the order of their rows, also if all wait equally long; None if they
-        are not rows. For samplers that need an order, and for units that contain other units.
+        It is 0 if anchors enter in the order of their rows, even if all wait equally long; None if
+        ranks stand for episodes. Samplers that need an order and units around other units use it.
         """
 
     @property
     def has_delayed_anchors(self) -> bool:
         """True if rows may become anchors later than they are written.
 
-        The default is safe; False saves a sampler with priorities an array `[N]`.
+        True, the default, is always correct; False saves prioritized samplers an array `[N]`.
         """
         return True
 
     @property
     @abc.abstractmethod
     def lookback(self) -> int:
-        """The rows before an anchor that may be read for it.
+        """The number of rows before an anchor that may be read for it.
 
         They are not overwritten while the anchor waits to be drawn (`jrb.BlockWhenFull`).
         """
 
     @property
     def row_steps(self) -> np.ndarray | None:
-        """The rows from the anchor to each row of a window, int `[L]`; None without windows.
+        """The rows from the anchor to each row of its window, int `[L]`; None without windows.
 
-        The columns are those of `Sample.mask`, `[B, L]`. A masked entry may be of any row.
+        They belong to the columns of `Sample.mask`, `[B, L]`. A masked entry may come from any row.
         """
         return None
 
     @property
     def goals(self) -> tuple[Path, ...]:
-        """The paths to leaves that are compared with each other, and so are of one shape."""
+        """The paths of leaves that are compared with each other, and so must have one shape."""
         return ()
 
     @property
     def requires_contiguous_history(self) -> bool:
-        """True if the unit reads rows before an anchor, or whole episodes.
+        """True if the unit reads rows before an anchor, or complete episodes.
 
-        Environments cannot be concatenated then, as a rebuild to fewer of them would.
+        Then `jrb.rebuild` to fewer environments, which concatenates environments, is refused.
         """
         return self.lookback > 0
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Raises if the unit does not fit the ring or another part.
+        """Raises if the unit does not fit the ring, the sampler or the writer.
 
-        By default, rows have to be in order of time, unless the unit is `one_row`.
+        By default, the writer must keep rows in the order of time unless `one_row` is True.
         """
-        # A unit that looks at its anchor alone does not care in which order rows were written.
+        # A unit that reads only the row of its anchor works with any order of rows.
         if not self.one_row:
             checks.chronological(type(self).__name__, writer)
 
     @abc.abstractmethod
     def init(self, context: Context, spec: Item) -> Any:
-        """Returns the state when nothing is held; `spec` is of one item, to be checked."""
+        """Returns the state of an empty buffer; raises if the spec of an item does not fit."""
 
     @abc.abstractmethod
     def on_write(
         self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[Any, AnchorUpdate]:
-        """Returns the state after a write, and what it does to the anchors."""
+        """Returns the state after a write, and how the write changed the anchors."""
 
     @abc.abstractmethod
     def anchors(self, context: Context, state: PartState) -> Anchors:
-        """Returns the anchors. If `plan_read` masks every one of a batch, the draw raises."""
+        """Returns the anchors. A draw raises if `plan_read` masks every anchor of the batch."""
 
     @abc.abstractmethod
     def plan_read(
         self, context: Context, state: PartState, slots: jax.Array, mask: jax.Array, key: jax.Array
     ) -> ReadPlan:
-        """Returns what to read for these anchors.
+        """Returns the slots to read for a batch of anchors.
 
         Args:
             context: the buffer's context.
-            state: the unit's state. Its arrays are read by `jrb.authoring.read_rows`, or for
-                `Sample.info` by an `AuxRead`.
+            state: the unit's state. Read its arrays with `jrb.authoring.read_rows`, or with an
+                `AuxRead` if the result goes to `Sample.info`.
             slots: int32 `[B]`, the anchors.
             mask: bool `[B]`, False where nothing was drawn.
-            key: the draw's key; `jax.random.fold_in` makes one of the unit's own from it.
+            key: the key of the draw; use `jax.random.fold_in` to derive other keys from it.
         """
 
     @abc.abstractmethod
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """Returns `Sample.data` and `Sample.info` from what was read.
+        """Returns `Sample.data` and `Sample.info`, made from the leaves that were read.
 
-        An `AuxRead` in `plan.info` is left there: its value comes into `Sample.info` afterwards.
+        Leave an `AuxRead` in `plan.info` as it is: the engine puts its value into `Sample.info`.
         """
 
     @abc.abstractmethod
     def truncate(
         self, context: Context, state: PartState, which: jax.Array
     ) -> tuple[Any, AnchorUpdate | None]:
-        """Ends the episodes of some environments, bool `[E]`, at the newest row.
+        """Ends the running episodes of the environments `which`, bool `[E]`, at their newest rows.
 
         Returns:
-            The state, and what it did to the anchors; None where none come or go.
+            The state; and how it changed the anchors, None if none enter or depart.
         """
 
     @abc.abstractmethod
     def is_episode_end(self, context: Context, state: PartState, slots: jax.Array) -> jax.Array:
-        """Returns True of rows after which time does not go on, bool like `slots`.
+        """Returns True for slots whose row is the last of its episode, bool like `slots`.
 
-        A unit that looks at no other row than its anchor may know of none.
+        A unit that reads only the row of its anchor may return False for all.
         """
 
     def episode_step(self, state: PartState, slots: jax.Array) -> jax.Array | None:
-        """Returns how many rows of its episode came before each slot; None if it does not matter.
+        """Returns how many rows of its episode come before each slot; None if it does not matter.
 
         By default raises MissingMethodError if the unit reads rows before an anchor.
         """
@@ -155,34 +156,34 @@ class Unit(abc.ABC):
         return None
 
     def init_mid_episode(self, state: PartState, before: jax.Array) -> Any:
-        """Returns an empty state whose next rows come after others of their episodes.
+        """Returns the state of an empty buffer in which the next rows continue running episodes.
 
         By default raises MissingMethodError if the unit reads rows before an anchor.
 
         Args:
-            state: without rows.
-            before: int32 `[E]`, how many rows came before; they are not held.
+            state: the state of an empty buffer.
+            before: int32 `[E]`, the number of rows of the running episode that are not held.
         """
         if self.lookback:
             self._lacks("init_mid_episode")
         return state
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Returns the shapes that `reduce_priorities` takes, for a mask of this shape."""
+        """Returns the shapes of priorities that `reduce_priorities` takes, given the mask's."""
         return []
 
     def reduce_priorities(self, priorities: jax.Array, mask: jax.Array) -> jax.Array:
-        """Returns one priority for each anchor, float32 `[B]`, from those of rows, `[B, L]`."""
+        """Returns one priority for each anchor, float32 `[B]`, from those of its rows, `[B, L]`."""
         raise TypeError(
             f"update_priority: expected a unit with a method reduce_priorities, got "
             f"{type(self).__name__}. See jrb.types.Unit."
         )
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """Returns the state when nothing is held any more; arrays are written after the token.
+        """Returns the state of the emptied buffer; writes to arrays wait for `token`, a zero.
 
-        By default `cursor()` and `tally()` fields become 0 (`jrb.authoring.emptied`). Raises
-        MissingMethodError if the state has other arrays: only the unit knows what they mean.
+        By default sets `cursor()` and `tally()` fields to 0 (`jrb.authoring.emptied`), and raises
+        MissingMethodError if the state has other arrays, for which there is no default.
         """
         nothing: Any = None
         others = pytree.leaf_names(pytree.mapped_marks(state, lambda mark, value: nothing))

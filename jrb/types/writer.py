@@ -1,4 +1,4 @@
-"""The contract of writers."""
+"""The base class of writers."""
 
 import abc
 from typing import Any, ClassVar
@@ -10,17 +10,17 @@ from jrb.types.messages import Item, MissingMethodError, PartState, WritePlan
 
 
 class Writer(abc.ABC):
-    """Decides to which slots rows go.
+    """Chooses the slots to which rows are written.
 
     Attributes:
-        is_chronological: True if rows follow one another around the ring in the order of time.
-            Units that read more than one row require it.
+        is_chronological: True if rows are written around the ring in the order of time. Units that
+            read more than one row require it.
         writes: False if the writer refuses every write.
         blocks_when_full: if True, the buffer masks out rows that would overwrite an item that was
             not drawn yet.
         per_env: True if each environment has a ring of its own; masks may then be `[T, E]`.
-        generation_is_lap: True if the generation of a slot is the number of laps of the ring, so
-            that the next row has the same, or one more where the ring starts over.
+        generation_is_lap: True if the generation of a slot is the lap of the ring in which it was
+            written: the next row has the same generation, or one more where the ring starts over.
     """
 
     is_chronological: ClassVar[bool] = True
@@ -31,20 +31,19 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def init(self, ring: Ring, spec: Item) -> Any:
-        """Returns the state before any write; `spec` is of one item, to be checked."""
+        """Returns the state before any write; raises if the spec of an item does not fit."""
 
     @abc.abstractmethod
     def plan(
         self, ring: Ring, state: PartState, items: Item, mask: jax.Array | None
     ) -> tuple[Any, WritePlan]:
-        """Plans the slots of rows of time.
+        """Returns the state after a write of T rows, and the slots of these rows.
 
         Args:
             ring: the ring's shape.
             state: the writer's state.
-            items: what will be written, leaves `[T, E, ...]`.
-            mask: bool `[T]`, the rows to write, or `[T, E]` where each environment has a clock;
-                None for all.
+            items: the items to write, leaves `[T, E, ...]`.
+            mask: bool `[T]`, True for rows to write, or `[T, E]` if `per_env`; None for all.
         """
 
     @abc.abstractmethod
@@ -53,34 +52,34 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def generation_of(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
-        """Returns uint32 like `slots`: another number as soon as a slot holds another item."""
+        """Returns the generation of each slot, uint32; it changes with the item in the slot."""
 
     @abc.abstractmethod
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """Returns the state without items; no stamp from before is ever current again.
+        """Returns the state without items, in which no earlier generation is ever current again.
 
-        Arrays are overwritten after the token, an int32 zero (see `jrb._xla.dependencies`).
+        Arrays are overwritten after `token`, an int32 zero (see `jrb._xla.dependencies`).
         """
 
     def has_lost(self, ring: Ring, state: PartState) -> jax.Array:
-        """Returns True where rows older than those held may be lost, bool `[1]` or `[E]`.
+        """Returns True if rows older than those held may have been lost, bool `[1]` or `[E]`.
 
-        The oldest row held may then be within an episode. The default is for writers whose rows
-        leave by being overwritten only.
+        The oldest row held may then be inside an episode. The default fits writers whose rows leave
+        only by being overwritten.
         """
         return self.held(ring, state).rows(ring) == ring.rows
 
     def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
-        """Returns all slots, int32 `[N]`, those with items first, oldest first; and how many."""
+        """Returns all slots, int32 `[N]`, those with items first, oldest first; and their count."""
         # Ranks go from the oldest item on; those beyond the number held are slots without items.
         held = self.held(ring, state)
         ranks = jax.numpy.arange(ring.capacity, dtype=jax.numpy.int32)
         return held.nth(ring, ranks), held.size
 
     def evict_oldest(self, ring: Ring, state: PartState, rows: jax.Array) -> Any:
-        """Returns the state without `rows` of the oldest rows, int32 `[]` or `[E]`.
+        """Returns the state without the oldest rows; `rows`, int32 `[]` or `[E]`, is their number.
 
-        Called where a storage had no room for them. By default raises MissingMethodError.
+        Called if a storage had no room for them. By default raises MissingMethodError.
         """
         raise MissingMethodError(
             "expected a writer with a method evict_oldest, as the storage may give up its oldest "
@@ -88,9 +87,10 @@ class Writer(abc.ABC):
         )
 
     def best(self, ring: Ring, state: PartState, count: int) -> jax.Array:
-        """Returns the slots of the `count` items to keep, or of all, int32 `[K]`, ascending.
+        """Returns the slots of the `count` items to keep, or of all if fewer, int32, ascending.
 
-        For writers that keep no order of time; of the others, the newest rows are kept.
+        Called if a smaller buffer takes over the items and the writer is not chronological;
+        otherwise the newest rows are kept.
         """
         raise TypeError(
             f"load: expected a writer with a method best, as its rows are in no order of time, got "
@@ -98,20 +98,20 @@ class Writer(abc.ABC):
         )
 
     def import_state(self, ring: Ring, state: PartState, old: PartState) -> Any:
-        """Returns the state with what another writer of this kind knew of the items."""
+        """Takes over what `old`, a state of the same kind of writer, knew; by default nothing."""
         return state
 
     def in_shard(self, state: PartState, number: jax.Array) -> Any:
-        """Returns the state, empty, in the shard of this number, int32 `[]`, of several.
+        """Returns the empty state of shard `number`, int32 `[]`, from the empty state of any shard.
 
-        By default all are alike; random choices should not be.
+        By default the states are equal; writers that choose at random must make them differ.
         """
         return state
 
     def check_edit(self, verb: str, names: frozenset[str]) -> None:
-        """Raises if leaves of these names may not be edited; by default all may."""
+        """Raises if leaves with these names must not be edited; by default all may be."""
         return
 
     def writable(self) -> "Writer":
-        """Returns a writer with the same states that does not refuse to write."""
+        """Returns a writer with the same states that accepts writes."""
         return self

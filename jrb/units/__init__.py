@@ -1,4 +1,4 @@
-"""Units: what does one anchor stand for?"""
+"""Units decide what is sampled for an anchor."""
 
 from jrb._util.public import PublicNames
 from jrb.units.frame_stack import FrameStack

@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class AnchorQueue(pytree.State):
-    """First-in, first-out rings of slots, one per stream. With one stream, `[]` stands for `[S]`.
+    """First-in, first-out rings of slots, one per stream. With one stream, `[S]` is `[]`.
 
     Attributes:
-        slots: int32 `[N]`; stream s has the part from s * N / S on.
-        head: int32 `[S]`, the offset of the oldest anchor in its part.
+        slots: int32 `[N]`, the slots; those of stream s are in the part from s * N / S on.
+        head: int32 `[S]`, the offset of the oldest anchor in the part of its stream.
         count: int32 `[S]`, the number of anchors.
     """
 
@@ -34,7 +34,7 @@ class AnchorQueue(pytree.State):
     count: jax.Array = pytree.tally()
 
     def read(self, ring: Ring, offset: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns positions and slots, `[K]` or `[K, S]`, at offsets from the heads."""
+        """Returns `positions(ring, offset)`, and the slots there."""
         at = self.positions(ring, offset)
         return at, gather.read(self.slots, at)
 
@@ -69,8 +69,7 @@ def anchors(ring: Ring, queue: AnchorQueue) -> Anchors:
     def nth(ranks: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         if queue.head.ndim:
             stream, offset = locate(queue.count, ranks)
-            # Ranks beyond the last anchor are masked by whoever asks, but must stay in the stream's
-            # part.
+            # The caller masks ranks beyond the last anchor, which must stay in a stream's part.
             offset = jnp.clip(offset, 0, ring.rows - 1)
             at = stream * ring.rows + ring.row_after(queue.head[stream], offset)
         else:
@@ -94,21 +93,21 @@ def no_rows(ring: Ring) -> WritePlan:
 
 
 def rows_back(context: Context, plan: WritePlan, back: jax.Array, which: jax.Array) -> jax.Array:
-    """Returns the slots some rows back from each row that is written, if they are still held.
+    """Returns the slots of rows that come some rows before each written row, if they are held.
 
     Args:
         context: the buffer's context, before the write.
-        plan: the rows.
-        back: int32 `[K]` or `[T, E, K]`, rows back, from 0.
-        which: bool `[T, E, K]`.
+        plan: the plan of the write.
+        back: int32 `[K]` or `[T, E, K]`, how many rows before, from 0.
+        which: bool `[T, E, K]`, True for the slots to return.
 
     Returns:
-        int32 `[T * E * K]`, by row; N where there is none.
+        int32 `[T * E * K]`, row by row; N for slots that are not to be returned or not held.
     """
     ring, held, expired = context.ring, context.held, plan.expired_by_clock
     written, passed = plan.written_by_clock[..., None], plan.passed_by_clock[..., None]
     cursor, first = held.next_row(ring)[:, None], (expired - held.rows(ring))[:, None]
-    # The rows of this call follow the cursor; those before the first that stays are not held.
+    # The rows of this call follow the cursor; rows before `first` are not held after it.
     row = ring.row_after(cursor, passed - back - 1 + ring.rows)
     slots = row * ring.envs + jnp.arange(ring.envs, dtype=jnp.int32)[:, None]
     is_held = which & written & (passed - back > first)
@@ -123,14 +122,14 @@ def after_write(
     slack: int,
     lookback: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[AnchorQueue, AnchorUpdate]:
-    """Removes the anchors whose rows are not held any more, and appends new ones.
+    """Removes the anchors whose rows are no longer held, and appends new ones.
 
     Args:
         context: the buffer's context, before the write.
-        queue: the queue before.
-        plan: which rows leave.
-        entered: int32 `[T * E * k]`, slots that enter, in this order; N for padding.
-        slack: by how many rows an anchor may be older than one before it in the queue.
+        queue: the queue before the write.
+        plan: the plan of the write, which says how many rows expire.
+        entered: int32 `[T * E * k]`, the slots that enter, in this order; N for padding.
+        slack: the number of rows by which an anchor may be older than one before it in the queue.
         lookback: a function from slots, int32 `[...]`, to the number of rows that each needs before
             it; None if they need none.
     """
@@ -148,8 +147,8 @@ def after_write(
         most_expired = jnp.max(expired) * width
         queue = _without_leading(ring, queue, leaves, most_expired, most, room)
     passed_over = counts - queue.count
-    # Of a bounded write, as many anchors may leave as slots are written, and with `slack` as many
-    # more as may stand before an older one.
+    # A bounded write removes at most as many anchors as it writes slots. With `slack`, they may
+    # stand behind younger ones, so more of the queue is read.
     first = min(most + slack * width, room)
     offset = first_places(first) if is_one else first_places(first)[:, None]
     at, slots = queue.read(ring, offset)
@@ -169,7 +168,7 @@ def after_write(
     # ones of other environments; in all other cases only a prefix of the queue leaves.
     if slack and width > 1:
         reordered = jnp.any(leaving & (offset >= count))
-        # Those that stay move up to the end of this part: each by the number behind it that leave.
+        # Anchors that stay move to the end of this part, each by the number behind it that leave.
         behind = count - jnp.cumsum(leaving, dtype=jnp.int32)
         to = jnp.where(exists & ~leaving, ring.slot_after(at, behind), ring.capacity)
         queue = queue.replace(slots=queue.slots.at[to].set(slots, mode="drop"))
@@ -194,11 +193,11 @@ def _without_leading(
     size: int,
     room: int,
 ) -> AnchorQueue:
-    """Removes all anchors before the first one that stays, `size` at a time: any number may go."""
+    """Removes all anchors before the first one that stays, `size` at a time."""
 
     def pass_over(queue: AnchorQueue, size: int) -> AnchorQueue:
         offset = jnp.arange(size, dtype=jnp.int32)
-        # A prefix leaves: the first that stays says how many.
+        # A prefix leaves, as long as the offset of the first that stays.
         offset = offset[:, None] if queue.head.ndim else offset
         _, slots = queue.read(ring, offset)
         stays = (offset >= queue.count) | ~leaves(slots)
@@ -210,10 +209,10 @@ def _without_leading(
 def _appended(
     context: Context, queue: AnchorQueue, plan: WritePlan, entered: jax.Array
 ) -> AnchorQueue:
-    """Puts the anchors that enter behind the end of each stream."""
+    """Appends the anchors that enter to the queue of their stream."""
     ring = context.ring
     if queue.head.ndim:
-        # Several anchors may enter with one row: those of an environment stay in their order.
+        # Several anchors may enter with one row; those of an environment keep their order.
         by_env = entered.reshape(plan.length, ring.envs, -1)
         entered = jnp.moveaxis(by_env, 1, 2).reshape(-1, ring.envs)
     entered = entered.reshape(entered.shape[0], -1)  # a column, in one shape for all kernels
@@ -228,9 +227,9 @@ def _appended(
 def in_passes(
     step: Callable[[T, int], T], carry: T, most: jax.Array, each: int, size: int, room: int
 ) -> T:
-    """Applies `step(carry, size)`, of which one removes `each`, until `most` are removed.
+    """Applies `step(carry, size)`, which removes up to `each` entries, until `most` are removed.
 
-    In a loop on the CPU. Elsewhere in one step of size `room`, as the number of trips is unknown.
+    On the CPU in a loop. Elsewhere in one step of size `room`, as the number of trips is unknown.
     """
     trips = dependencies.max_over_batch(most) // each + 1
     return lax.platform_dependent(

@@ -1,4 +1,4 @@
-"""Positions within episodes, and a table of episodes whose anchors are drawn by episode.
+"""Positions of rows within episodes, and a table of episodes to draw from.
 
 N capacity, E environments, R = N / E rows, T time, B batch.
 """
@@ -23,28 +23,27 @@ _STARTS = 1  # the number that `random_bits.fold` gets for starts within episode
 def lengths(
     before: jax.Array, done: jax.Array, plan: WritePlan, most: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the length of the running episode at each row, that row included, and after the call.
+    """Returns the length of the episode up to each row, inclusive, and after the call.
 
     Args:
-        before: int32 `[E]`, rows of the running episode before the call.
-        done: bool `[T, E]`, which rows end an episode.
-        plan: which rows are written.
-        most: the cap of the lengths.
+        before: int32 `[E]`, the number of rows of the running episode before the call.
+        done: bool `[T, E]`, True for rows that end an episode.
+        plan: the plan of the write.
+        most: the largest length that is returned.
 
     Returns:
-        int32 `[T, E]`, undefined for rows that are not written; and int32 `[E]`, `before` of the
-        next call.
+        int32 `[T, E]`, undefined for rows that are not written; and int32 `[E]`, the next `before`.
     """
     written, passed = plan.written_by_clock, plan.passed_by_clock
     start = jnp.broadcast_to(-before, done.shape[1:])
-    # Rows counted at the last end up to each row; negative where that was before the call.
+    # The number of rows at the last end up to each row; negative if that was before the call.
     ends = lax.cummax(jnp.where(done & written, passed, start), axis=0)
     starts = jnp.concatenate([start[None], ends[:-1]]) if len(done) > 1 else start[None]
     return jnp.minimum(passed - starts, most), jnp.minimum(passed[-1] - ends[-1], most)
 
 
 def mark_newest(context: Context, ended: jax.Array, which: jax.Array) -> jax.Array:
-    """Returns `ended`, bool `[N]`, with the newest rows of environments, bool `[E]`, set too."""
+    """Returns `ended`, bool `[N]`, set also at the newest rows of environments, bool `[E]`."""
     ring, held = context.ring, context.held
     newest = jnp.where(which & (held.rows(ring) > 0), held.newest(ring), ring.capacity)
     return ended.at[newest].set(True, mode="drop")
@@ -53,13 +52,13 @@ def mark_newest(context: Context, ended: jax.Array, which: jax.Array) -> jax.Arr
 def steps_ahead(
     context: Context, ended: jax.Array | None, slots: jax.Array, most: int
 ) -> jax.Array:
-    """Returns how many rows there are from each slot to the end of its episode, itself included.
+    """Returns the number of rows from each slot, inclusive, to the end of its episode.
 
     Args:
         context: the buffer's context.
-        ended: bool `[N]`, which slots end an episode; None if none does.
+        ended: bool `[N]`, True for slots that end an episode; None to cross ends.
         slots: int32 `[B]`.
-        most: greater counts are given as this.
+        most: the largest number that is returned.
 
     Returns:
         int32 `[B]`, from 1 to `most`.
@@ -83,7 +82,7 @@ def steps_back(context: Context, ended: jax.Array | None, slots: jax.Array, most
     Arguments are those of `steps_ahead`.
     """
     ring, oldest = context.ring, context.held.before(context.ring, slots)
-    # Likewise, they begin at the oldest row only.
+    # Windows that cross episodes begin at the oldest row only.
     if ended is None:
         return jnp.minimum(oldest, most)
     step = jnp.arange(most, dtype=jnp.int32)
@@ -94,18 +93,18 @@ def steps_back(context: Context, ended: jax.Array | None, slots: jax.Array, most
 
 
 class EpisodeTable(pytree.State):
-    """The episodes of which enough rows are held, for each environment from old to new.
+    """The episodes with at least `enough` held rows, of each environment from old to new.
 
-    `enough` is an argument of all functions on it, and so is whether *whole* episodes are anchors:
-    complete ones whose first row is held. The table has room for M. Times count rows since the
-    start, modulo 2^32.
+    All functions on a table take the same `enough`. If `whole` episodes are anchors, these are the
+    complete ones whose first row is held. The table has room for M episodes of each environment.
+    Times count rows since the start, modulo 2^32.
 
     Attributes:
-        first: uint32 `[M, E]`, when the episode began.
-        last: uint32 `[M, E]`, when it ended; undefined for the running one.
+        first: uint32 `[M, E]`, the time of the episode's first row.
+        last: uint32 `[M, E]`, the time of its last row; undefined for the running one.
         head: int32 `[E]`, the position of the oldest episode.
-        count: int32 `[E]`, how many there are, including the running one.
-        length: int32 `[E]`, the rows of the running episode, up to `enough + 1`.
+        count: int32 `[E]`, the number of episodes, including the running one.
+        length: int32 `[E]`, the number of rows of the running episode, at most `enough + 1`.
         now: uint32 `[E]`, the time of the next row.
     """
 
@@ -118,7 +117,7 @@ class EpisodeTable(pytree.State):
 
     @property
     def running(self) -> tuple[jax.Array, jax.Array]:
-        """The position of the newest episode of each environment, as an index."""
+        """The index in `first` and `last` of the newest episode of each environment."""
         room, envs = self.first.shape
         return (self.head + self.count - 1) % room, jnp.arange(envs, dtype=jnp.int32)
 
@@ -130,10 +129,9 @@ class EpisodeTable(pytree.State):
 
 
 def init(ring: Ring, enough: int) -> EpisodeTable:
-    """Returns a table without episodes. `enough`: the least number of rows that counts."""
+    """Returns a table without episodes; `enough` is the least length of an episode in it."""
     zeros = lambda dtype, *shape: jnp.zeros((*shape, ring.envs), dtype)
-    # Episodes shorter than `enough` are not in the table; 2 more for those at both ends of the
-    # ring.
+    # 2 more, for episodes of which a part is held, at both ends of the ring.
     room = ring.rows // enough + 2
     return EpisodeTable(
         first=zeros(jnp.uint32, room),
@@ -153,20 +151,20 @@ def after_write(
     enough: int,
     length: jax.Array | None = None,
 ) -> tuple[EpisodeTable, AnchorUpdate, jax.Array]:
-    """Lets episodes grow, begin, end, and leave when too few of their rows are held.
+    """Updates the table by a write: episodes grow, begin, end, and leave if too few rows are held.
 
     Args:
         context: the buffer's context, before the write.
-        table: the episodes before.
-        plan: which rows are written and which leave.
-        done: bool `[T, E]`, which rows end an episode.
+        table: the table before the write.
+        plan: the plan of the write.
+        done: bool `[T, E]`, True for rows that end an episode.
         enough: as for `init`.
-        length: if whole episodes are anchors, the rows of its episode up to each row, int32
-            `[T, E]`; above R, any number above. Else None: every episode is one anchor.
+        length: if whole episodes are anchors, the length of the episode up to each row, int32
+            `[T, E]`, exact up to R; None if every episode in the table is an anchor.
 
     Returns:
-        The episodes after; the update of the anchors; and the position in the table of the episode
-        of each row, int32 `[T, E]`.
+        The table after the write; the update of the anchors; and the position in the table of each
+        row's episode, int32 `[T, E]`.
     """
     ring, expired, added = context.ring, plan.expired_by_clock, plan.rows_by_clock
     written, passed = plan.written_by_clock, plan.passed_by_clock
@@ -218,9 +216,9 @@ def truncate(
     enough: int,
     length: jax.Array | None = None,
 ) -> tuple[EpisodeTable, AnchorUpdate | None]:
-    """Ends the running episodes of some environments, bool `[E]`, with the newest row.
+    """Ends the running episodes of environments `which`, bool `[E]`, at the newest row.
 
-    `length`: if whole episodes are anchors, the rows of the running ones, int32 `[E]`.
+    If whole episodes are anchors, `length`, int32 `[E]`, is the number of rows of the running ones.
     """
     at, env = table.running
     at = jnp.where(which & (table.length >= enough), at, table.first.shape[0])
@@ -236,7 +234,7 @@ def truncate(
 
 
 def _first_rows(context: Context, plan: WritePlan, ends: jax.Array, length: jax.Array) -> jax.Array:
-    """Returns the first rows of the episodes that end, int32 `[T * E]`; N where none is held."""
+    """Returns the slots of the first rows of episodes that end, int32 `[T * E]`; N if not held."""
     back = jnp.maximum(length - 1, 0)[..., None]
     return anchor_queue.rows_back(context, plan, back, ends[..., None])
 
@@ -244,7 +242,7 @@ def _first_rows(context: Context, plan: WritePlan, ends: jax.Array, length: jax.
 def _update(
     ring: Ring, before: EpisodeTable, after: EpisodeTable, arrived: jax.Array, whole: bool
 ) -> AnchorUpdate:
-    """Returns the update if `arrived` episodes, int32 `[E]`, became anchors, without slots."""
+    """Returns the update, without slots, after `arrived` episodes, int32 `[E]`, became anchors."""
     departed = before.num_anchors(whole) + arrived - after.num_anchors(whole)
     count, arrived = (jnp.sum(number, dtype=jnp.int32) for number in (departed, arrived))
     return AnchorUpdate(
@@ -264,16 +262,15 @@ def _without_lost(
     enough: int,
     whole: bool,
 ) -> EpisodeTable:
-    """Returns the episodes of which `enough` of the last `rows_held` rows are; all if `whole`.
+    """Removes episodes with less than `enough` of their rows among the last `rows_held`.
 
-    A running episode stays in any case.
+    If `whole`, removes those that are not held completely. A running episode always stays.
     """
     room, env = table.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
 
     def drop(table: EpisodeTable, most: int) -> EpisodeTable:
         offset = jnp.arange(most, dtype=jnp.int32)[:, None]
-        # A whole episode is lost with its first row, any other when its last `enough` rows are not
-        # held.
+        # A whole episode is lost with its first row, others if less than `enough` rows are held.
         edge = table.first if whole else table.last
         edge = dependencies.materialize(lambda: edge[(table.head + offset) % room, env])
         # `last` of the running episode is not set: it stays whatever that says.
@@ -291,9 +288,9 @@ def _without_lost(
 
 
 def anchors(context: Context, table: EpisodeTable, enough: int, whole: bool = False) -> Anchors:
-    """Returns every episode as an anchor, equally likely, for a row of it.
+    """Returns anchors whose ranks are episodes; each rank stands for some row of its episode.
 
-    That is any row from which `enough` rows follow, equally likely; or its first, if `whole`.
+    It is a random row from which at least `enough` rows are left; or the first row, if `whole`.
     """
     ring, held = context.ring, context.held
     counts = jnp.where(held.rows(ring) < enough, 0, table.num_anchors(whole))
@@ -306,7 +303,7 @@ def anchors(context: Context, table: EpisodeTable, enough: int, whole: bool = Fa
         # Rows of the episode at which `enough` rows are left.
         starts = jnp.ones_like(age) if whole else jnp.maximum(num_rows - (enough - 1), 1)
         words = random_bits.words(random_bits.fold(key, _STARTS), ranks.size)
-        # From the newest row back: over its first row by a random number of the starts.
+        # Rows back from the newest one to the episode's first row, less a random start.
         back = age + num_rows - 1 - random_bits.below(starts, *words)
         slots = ring.slot_before(newest[env], back * ring.envs)
         return jnp.where(ranks < total, slots, newest[0]), 1 / starts.astype(jnp.float32)
@@ -322,7 +319,7 @@ def extent(
     Args:
         context: the buffer's context.
         table: the episodes.
-        env: int32 `[B]`.
+        env: int32 `[B]`, the environment of the episode.
         at: int32 `[B]`, the position of the episode in the table.
         enough: as for `init`.
     """

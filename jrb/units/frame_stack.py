@@ -1,4 +1,4 @@
-"""Stacks of frames, built when they are drawn from frames that are stored once."""
+"""The unit of frame stacks, which are built from single frames when they are drawn."""
 
 import dataclasses
 from typing import Any, Literal
@@ -33,14 +33,14 @@ from jrb.units.transition import Transition, WrappingUnit
 
 
 class FrameStackState(pytree.State):
-    """The facts that frame stacks need before they read.
+    """The number of rows before each slot in its episode, and the anchors with a complete stack.
 
     Attributes:
-        back: uint8 or int32 `[N]`, the rows of its episode before each slot, up to k - 1.
-        length: int32 `[E]`, the rows of the running episode, up to k.
+        back: uint8 or int32 `[N]`, the number of rows before each slot in its episode, up to k - 1.
+        length: int32 `[E]`, the number of rows of the running episode, at most k.
         queue: the anchors.
         unit: the state of the inner unit.
-        k: what they were counted for, no array.
+        k: the k that these counts are for; not an array.
     """
 
     back: jax.Array
@@ -50,24 +50,24 @@ class FrameStackState(pytree.State):
     k: int = pytree.static(default=0)
 
     def rows_before(self, slots: jax.Array) -> jax.Array:
-        """Returns the rows of its episode before each slot, int32 like `slots`, up to k - 1."""
+        """Returns the number of rows before each slot in its episode, int32, at most k - 1."""
         return gather.items_at(self.back, slots).astype(jnp.int32)
 
 
 @pytree.component
 class FrameStack(WrappingUnit):
-    """Single frames are stored, stacks of the last k are drawn, oldest first.
+    """Stores single frames, and draws stacks of the last k frames, oldest first.
 
     Leaves of the observation and of the next observation become `[B, k, ...]`, for windows
-    `[B, L, k, ...]`, bit for bit what stacking in the environment gives. A stack never crosses the
-    beginning of an episode; an anchor whose stack is no longer held as a whole is not drawn, and as
-    a row of burn-in it is masked.
+    `[B, L, k, ...]`, bit for bit as if the environment stacked them. A stack never crosses the
+    beginning of an episode. A row whose stack is not held completely is no anchor, and masked in
+    burn-in.
 
     Attributes:
-        k: frames in a stack.
+        k: the number of frames in a stack.
         paths: the leaves to stack; None for all leaves of the observation and the next one.
         unit: the unit whose observations are stacked, such as `NStep(3, 0.99)` or `Sequence(80)`.
-        pad: the filling before the first frame of an episode: "first", that frame; or "zeros".
+        pad: the filling before an episode's first frame: "first" for that frame, or "zeros".
 
     Reference: Mnih et al., 2015, "Human-level control through deep reinforcement learning",
     methods (preprocessing).
@@ -97,7 +97,7 @@ class FrameStack(WrappingUnit):
 
     @property
     def lookback(self) -> int:
-        """The frames before, and the rows that the inner unit reads."""
+        """The k - 1 frames before a row, and the lookback of the inner unit."""
         return self.k - 1 + self.unit.lookback
 
     @property
@@ -107,11 +107,11 @@ class FrameStack(WrappingUnit):
 
     @property
     def max_entry_delay(self) -> int:
-        """The delay of the inner unit, and k - 1 rows, as stacks leave early."""
+        """The delay of the inner unit plus k - 1 rows, as an anchor departs with its stack."""
         return self.k - 1 + (self.unit.max_entry_delay or 0)
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Raises unless the ring holds a stack, in order of time."""
+        """Raises unless the ring has k rows and the writer keeps the order of time."""
         checks.window("FrameStack: k", self.k, ring.rows)
         checks.chronological("FrameStack", writer)
         self.unit.check(ring, sampler, writer)
@@ -126,7 +126,7 @@ class FrameStack(WrappingUnit):
             )
 
     def init(self, context: Context, spec: Item) -> FrameStackState:
-        """Returns a state without rows. Raises without done flag, or leaves at one of the paths."""
+        """Returns an empty state; raises if items lack a done flag or leaves at a path."""
         ring, keys = context.ring, context.keys
         check_ends(spec, keys)
         names = pytree.leaf_names(spec)
@@ -168,9 +168,9 @@ class FrameStack(WrappingUnit):
         return any(within(name, path_name(path)) for path in paths)
 
     def _is_read_often(self, name: str, keys: Keys) -> bool:
-        """Returns True if many frames of a leaf are read: for its stack, or for that of its twin.
+        """Returns True if many frames of a leaf are read: for its own stack or for its twin's.
 
-        The frames before a next observation are observations.
+        In a stack of next observations, the frames before the last are observations.
         """
         if keys.twin(name) is not None:
             return False
@@ -182,7 +182,7 @@ class FrameStack(WrappingUnit):
     def on_write(
         self, context: Context, state: FrameStackState, plan: WritePlan, items: Item
     ) -> tuple[FrameStackState, AnchorUpdate]:
-        """Lets anchors of the inner unit enter, until the ring's tail cuts their stack."""
+        """Adds anchors of the inner unit, and removes them when their stack is cut."""
         ring, held = context.ring, context.held
         inner, change = self.unit.on_write(context, state.unit, plan, items)
         done = episode_ends(context, plan, items)
@@ -231,7 +231,7 @@ class FrameStack(WrappingUnit):
     def is_episode_end(
         self, context: Context, state: FrameStackState, slots: jax.Array
     ) -> jax.Array:
-        """Returns True of rows that the inner unit knows, and those before the first of a stack."""
+        """Returns True for ends that the inner unit knows, and rows before a first row."""
         ring, held = context.ring, context.held
         after = ring.slot_after(slots, ring.envs)
         is_newest = held.after(ring, slots) <= 0
@@ -241,10 +241,9 @@ class FrameStack(WrappingUnit):
         return is_last | self.unit.is_episode_end(context, state.unit, slots)
 
     def episode_step(self, state: FrameStackState, slots: jax.Array) -> jax.Array | None:
-        """Returns the rows of its episode before each slot, as far as one of the units counts.
+        """Returns the number of rows before each slot in its episode, as far as a unit counts.
 
-        Where this unit counts to the end, the inner one knows nothing better: windows that cross
-        episodes count their stride.
+        Below k - 1 this unit's number is exact, while windows across episodes count their stride.
         """
         # This unit counts up to k - 1 rows; beyond, the inner one may know more.
         own, inner = state.rows_before(slots), self.unit.episode_step(state.unit, slots)
@@ -253,11 +252,9 @@ class FrameStack(WrappingUnit):
         return own if inner is None else jnp.where(own < self.k - 1, own, jnp.maximum(own, inner))
 
     def init_mid_episode(self, state: FrameStackState, before: jax.Array) -> FrameStackState:
-        """Returns an empty state whose next rows have `before` rows of their episodes before them.
+        """Returns an empty state whose next rows continue episodes of `before` rows, int32 `[E]`.
 
-        Args:
-            state: without rows.
-            before: int32 `[E]`; those rows are not held, so that no stack may reach them.
+        Those rows are not held, so that no stack may reach them.
         """
         inner = self.unit.init_mid_episode(state.unit, before)
         return state.replace(length=jnp.minimum(before, self.k), unit=inner)
@@ -274,9 +271,9 @@ class FrameStack(WrappingUnit):
         mask: jax.Array,
         key: jax.Array,
     ) -> ReadPlan:
-        """Reads frames at the k last rows before each row at which the inner unit reads one.
+        """Reads k frames for each row at which the inner unit reads an observation.
 
-        Next observations are read once, and the frames before them from the observations.
+        Next observations are read once; the frames before them are observations.
         """
         keys = context.keys
         inner = self.unit.plan_read(context, state.unit, slots, mask, key)
@@ -284,16 +281,16 @@ class FrameStack(WrappingUnit):
             inner.where(path_name(path)) for path in (keys.observation, keys.next_observation)
         )
         frames, is_whole, real = self._stack(context, state, at)
-        # One array for both, as of single rows: the frames of a next observation are those of the
-        # observation, moved on by one. Else, as of n-step returns, they are read too.
-        # By identity: both leaves are read at the very same array of slots, or at different rows.
+        # If both are read at the same rows, the stack of the next observation is the other one,
+        # moved on by one. If not, as in n-step returns, its frames are read too. By identity: both
+        # are read at the very same array of slots, or at different rows.
         if at is not at_next:
             more, _, more_real = self._stack(context, state, at_next)
             frames = jnp.concatenate([frames, more[..., 1:]], axis=-1)
             real = jnp.concatenate([real, more_real[..., 1:]], axis=-1)
         mask = inner.mask
         if is_whole.shape[: mask.ndim] == mask.shape:
-            # Of several rows for one entry, the stacks of all must be held.
+            # If an entry has several rows, the stacks of all must be held.
             mask &= is_whole.all(axis=tuple(range(mask.ndim, is_whole.ndim)))
 
         def masked(value: jax.Array) -> jax.Array:
@@ -314,9 +311,9 @@ class FrameStack(WrappingUnit):
     def _stack(
         self, context: Context, state: FrameStackState, slots: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the stacks that end at slots `[...]`, int32 `[..., k]`, oldest first.
+        """Returns the slots of stacks that end at `slots`, int32 `[..., k]`, oldest first.
 
-        And whether each stack is held, bool `[...]`; and which frames are of the episode, bool
+        Also returns True for stacks that are held, `[...]`, and for frames of the episode,
         `[..., k]`.
         """
         ring, held = context.ring, context.held
@@ -329,7 +326,7 @@ class FrameStack(WrappingUnit):
         return stack, back <= oldest, step <= back[..., None]
 
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """Puts frames that were read once into stacks; the inner unit reduces all else."""
+        """Makes stacks of the frames that were read; the inner unit reduces the result."""
         inner, real = plan.residuals
         axis = real.ndim - 1
         named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
@@ -348,8 +345,7 @@ class FrameStack(WrappingUnit):
             if not self._is_stacked(name, keys):
                 if not self._is_read_often(name, keys):
                     return leaf
-                # Read k times for the stack of its twin, but not stacked itself: its own row is the
-                # last.
+                # Read k times for the stack of its twin, but not stacked: its own row is the last.
                 return lax.index_in_dim(leaf, self.k - 1, axis, keepdims=False)
             if twin is None:
                 return lax.slice_in_dim(frames(name), 0, self.k, axis=axis)
@@ -359,7 +355,7 @@ class FrameStack(WrappingUnit):
 
 
 def _moved_on(frames: jax.Array, k: int, new: jax.Array, axis: int) -> jax.Array:
-    """Returns stacks of k: the last k - 1 of these frames, along an axis, and a new one."""
+    """Returns stacks of k frames: the last k - 1 of `frames`, along `axis`, and then `new`."""
     many, dims = frames.shape[axis], range(frames.ndim)
     if casting.is_keys(frames.dtype):  # which cannot be padded
         before = lax.slice_in_dim(frames, many - k + 1, many, axis=axis)
@@ -375,7 +371,7 @@ def _moved_on(frames: jax.Array, k: int, new: jax.Array, axis: int) -> jax.Array
 def _with_whole_stack(
     context: Context, plan: WritePlan, slots: jax.Array, state: FrameStackState
 ) -> jax.Array:
-    """Returns the slots, N where the stack is no longer held once the write is done."""
+    """Returns the slots; N replaces those whose stack is not held after the write."""
     ring = context.ring
     safe = jnp.minimum(slots, ring.capacity - 1)
     after = context.held.moved(ring, plan.expired_by_clock, plan.rows_by_clock)

@@ -1,4 +1,4 @@
-"""Goals chosen in hindsight."""
+"""The unit of hindsight experience replay."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -20,15 +20,15 @@ from jrb.units.frame_stack import FrameStack
 from jrb.units.sequence import Sequence
 from jrb.units.transition import Transition, WrappingUnit
 
-_WHICH, _WHERE, _ROUNDING = 2, 3, 4  # the numbers that `random_bits.fold` gets
+_WHICH, _WHERE, _ROUNDING = 2, 3, 4  # for `random_bits.fold`, one for each random choice
 
 
 class HindsightState(pytree.State):
-    """The facts that are needed before a goal is read.
+    """The episodes, and the episode of each slot.
 
     Attributes:
-        episodes: where each episode begins and ends.
-        which: int32 `[N]`, the position of each slot's episode in their table.
+        episodes: the table of all episodes.
+        which: int32 `[N]`, the position in the table of each slot's episode.
         unit: the state of the unit whose goals are changed.
     """
 
@@ -39,24 +39,24 @@ class HindsightState(pytree.State):
 
 @pytree.component
 class Hindsight(WrappingUnit):
-    """Transitions, a part of which is relabeled with goals that were reached later.
+    """Samples transitions, and relabels some of them with goals that were reached later.
 
-    In a share `ratio` of each batch, the goal in the observation and in the next observation is
+    In a fraction `ratio` of each batch, the goal in the observation and in the next observation is
     replaced by what was achieved after a row g, and the reward is recomputed. Done flags are
     recomputed if `terminated` is given. `Sample.info` has `relabeled`, bool `[B]`.
 
-    Around another unit, all rows of a return or a window get the same goal. Their rewards (before
-    a return sums them) and done flags are recomputed. The rows themselves stay the same, even if
-    the new goal is reached before the last one.
+    With another `unit`, all rows of a return or a window get the same goal. Their rewards (before a
+    return sums them) and done flags are recomputed. The rows themselves stay the same, even if the
+    new goal is reached before the last one.
 
     Attributes:
-        reward: a function of what was achieved and of the goal, leaves of one transition. It
-            returns the reward, or a pytree of rewards as in the items; must work under `vmap`.
+        reward: a function of what was achieved and of the goal, both of one transition. It returns
+            the reward, or a pytree of rewards as in the items; must work under `vmap`.
         strategy: the choice of row g. "future": any row of the episode from the transition on, or
             from the last row of the return or window. "final": the episode's last row that is
             held. "episode": any row of it that is held. "random": any row of the buffer.
-        ratio: the share of each batch that is relabeled, from 0 to 1: ratio * B items at random
-            positions, rounded up or down at random so that the share is right on average. Of
+        ratio: the fraction of each batch that is relabeled, from 0 to 1: ratio * B items at random
+            positions, rounded up or down at random so that the fraction is right on average. With
             several shards, B is the part that each draws. Masked items are not relabeled.
         achieved: the path to what was achieved.
         goal: the path to the goal.
@@ -104,7 +104,7 @@ class Hindsight(WrappingUnit):
             raise TypeError(f"Hindsight: terminated: expected a function, got {self.terminated!r}.")
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Raises unless rows are in order of time, of one episode for each goal."""
+        """Raises unless rows are in order of time, and those of one anchor in one episode."""
         checks.chronological("Hindsight", writer)
         self.unit.check(ring, sampler, writer)
         if isinstance(self.unit, Hindsight | FrameStack):
@@ -120,12 +120,12 @@ class Hindsight(WrappingUnit):
 
     @property
     def goals(self) -> tuple[Path, ...]:
-        """The paths to goals, and then to what was achieved."""
+        """The paths to the goals and, last, to what was achieved."""
         goals = (self.goal,) if self.next_goal is None else (self.goal, self.next_goal)
         return (*goals, self.achieved)
 
     def init(self, context: Context, spec: Item) -> HindsightState:
-        """Returns a state without rows. Raises if goals are missing, or not like achievements."""
+        """Returns an empty state; raises if goals are missing, or not like what is achieved."""
         ring, keys = context.ring, context.keys
         check_ends(spec, keys)
         keys.get(spec, "reward")
@@ -152,7 +152,7 @@ class Hindsight(WrappingUnit):
     def on_write(
         self, context: Context, state: HindsightState, plan: WritePlan, items: Item
     ) -> tuple[HindsightState, AnchorUpdate]:
-        """Lets anchors of the inner unit enter, and notes the episode of each row."""
+        """Updates the inner unit and the episodes, and stores the episode of each row."""
         done = episode_ends(context, plan, items)
         after, _, which = episodes.after_write(context, state.episodes, plan, done, 1)
         inner, change = self.unit.on_write(context, state.unit, plan, items)
@@ -162,7 +162,7 @@ class Hindsight(WrappingUnit):
     def truncate(
         self, context: Context, state: HindsightState, which: jax.Array
     ) -> tuple[HindsightState, AnchorUpdate | None]:
-        """Ends the running episodes."""
+        """Ends the running episodes of environments `which`, bool `[E]`."""
         after, _ = episodes.truncate(context, state.episodes, which, 1)
         inner, change = self.unit.truncate(context, state.unit, which)
         return state.replace(episodes=after, unit=inner), change
@@ -170,7 +170,7 @@ class Hindsight(WrappingUnit):
     def is_episode_end(
         self, context: Context, state: HindsightState, slots: jax.Array
     ) -> jax.Array:
-        """Returns True of rows whose successor is of another episode."""
+        """Returns True for slots whose row is the last of its episode."""
         ring, held = context.ring, context.held
         is_newest = held.after(ring, slots) <= 0
         is_over = state.episodes.length[ring.env_of(slots)] == 0
@@ -185,13 +185,13 @@ class Hindsight(WrappingUnit):
         mask: jax.Array,
         key: jax.Array,
     ) -> ReadPlan:
-        """Reads what the inner unit reads; and achievements at its rewards, flags and the goal."""
+        """Reads what the inner unit reads, and what was achieved at all rows that need it."""
         keys, achieved = context.keys, path_name(self.achieved)
         inner = self.unit.plan_read(context, state.unit, slots, mask, key)
         words = random_bits.words(random_bits.fold(key, _WHERE), slots.size)
         relabeled = self._relabeled(key, slots.size) & mask
-        # Rows at which achievements are compared with the goal: those that the inner unit reads
-        # them at, those of rewards and of flags. Each distinct set of rows is read once.
+        # What was achieved is read at the rows at which the inner unit reads it, rewards and flags.
+        # Each distinct set of rows is read once.
         wide: dict[int, jax.Array] = {}
         at = [inner.where(path_name(path)) for path in (self.achieved, keys.reward, _flag(keys))]
         for where in at:
@@ -214,10 +214,10 @@ class Hindsight(WrappingUnit):
         )
 
     def _relabeled(self, key: jax.Array, size: int) -> jax.Array:
-        """Returns which of a batch are relabeled, bool `[B]`: floor(ratio * B) or one more of them.
+        """Returns True for items to relabel, bool `[B]`: floor(ratio * B) of them, or one more.
 
-        The number is rounded at random, so that the share is right on average for any B: of one
-        item, or of the few that each of many shards draws.
+        The number is rounded at random, so that the fraction is right on average for any B, even
+        for one item, or for the few that each of many shards draws.
         """
         # In parts of 2^-20, as a product of floats may miss a whole number by one.
         count, fraction = divmod(round(self.ratio * size * 2**20), 2**20)
@@ -231,9 +231,9 @@ class Hindsight(WrappingUnit):
     def _goal_rows(
         self, context: Context, state: HindsightState, slots: jax.Array, words: jax.Array
     ) -> jax.Array:
-        """Returns the slots of the rows whose achievement may become the goal, int32 `[B]`.
+        """Returns the slots of random rows whose achievement may become the goal, int32 `[B]`.
 
-        `slots`, int32 `[B]`, are the last rows that rewards are read at.
+        `slots`, int32 `[B]`, are the last rows at which rewards are read.
         """
         ring, held = context.ring, context.held
         if self.strategy == "random":
@@ -242,14 +242,14 @@ class Hindsight(WrappingUnit):
         at = gather.read(state.which, slots)
         age, part = episodes.extent(context, state.episodes, env, at, 1)
         own = held.after(ring, slots)
-        # How many rows, counted from the end of the episode, the goal may be from.
+        # The number of rows, counted from the end of the episode, to choose the goal from.
         choices = {"future": own - age + 1, "final": jnp.ones_like(age), "episode": part}
         # Rows are counted from the newest back: `age` of them came after the episode.
         back = age + random_bits.below(jnp.maximum(choices[self.strategy], 1), *words)
         return ring.slot_before(held.newest(ring)[env], back * ring.envs)
 
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """Puts other goals where it was so decided, and the rewards that they give."""
+        """Sets the goals, rewards and flags of relabeled items."""
         (inner, spans), changed = plan.residuals, plan.info["relabeled"]
         reached = find(raw, self.achieved, "Hindsight: achieved")
         # The span of each set of rows in the one array that was read.
@@ -301,9 +301,9 @@ class Hindsight(WrappingUnit):
 
 
 def _computed(function: Callable, what: str, reached: Any, goal: Any, old: Any, lead: int) -> Any:
-    """Returns a function of what was reached, `[B, K, ...]`, and goals, `[B, 1, ...]`.
+    """Returns `function` of what was reached, `[B, K, ...]`, and of goals, `[B, 1, ...]`.
 
-    In the shapes of `old`, whose leaves have `lead` axes before those of a transition.
+    The result has the shapes of `old`, whose leaves have `lead` axes before those of a transition.
     """
     one = lambda rows, goal: jax.vmap(function, (0, None))(rows, goal)
     # One goal for all K rows of an entry.

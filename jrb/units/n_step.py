@@ -1,4 +1,4 @@
-"""N-step returns."""
+"""The unit of n-step returns."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,17 +28,17 @@ from jrb.units import episodes
 from jrb.units.anchors import AnchorQueue
 
 _UNROLLED = 16
-"""Rows of a return that a program adds one by one; more in a loop, so that it stays small."""
+"""The number of rows of a return that are added without a loop, which keeps programs small."""
 
 
 class NStepState(pytree.State):
-    """The facts that n-step returns need before they read.
+    """The ends of episodes; and, if strict, the queue of complete returns.
 
     Attributes:
-        ended: bool `[N]`, which slots end an episode.
-        length: int32 `[E]`, the rows of the running episode, up to n; None unless `strict`.
+        ended: bool `[N]`, True for slots that end an episode.
+        length: int32 `[E]`, the rows of the running episode, at most n; None unless `strict`.
         queue: the anchors; None unless `strict`.
-        n: what they were counted for, no array; None unless `strict`.
+        n: the n that `length` is limited to; not an array; None unless `strict`.
     """
 
     ended: jax.Array
@@ -47,33 +47,33 @@ class NStepState(pytree.State):
     n: int | None = pytree.static(default=None)
 
     def summary(self, ring: Ring) -> dict[str, str]:
-        """Returns how many episodes have ended."""
+        """Returns the number of ends of episodes, for the `repr` of a state."""
         return {"ends of episodes": display.count(self.ended)}
 
 
 @pytree.component
 class NStep(Unit):
-    """Up to n transitions in a row, as one with their discounted return.
+    """Joins up to n consecutive transitions into one with their discounted return.
 
-    From an anchor at row t, with m the rows from t to the end of its episode or to the newest row,
-    at most n: the reward is sum_{k<m} discount^k r_{t+k}; all of `next`, done flags too,
-    is that of row t + m - 1; the rest is that of row t. `Sample.info` has `steps`, int32 `[B]`, m;
-    and `discount`, float32 `[B]`, discount^m, which the value of the next observation is multiplied
-    with unless the episode terminated.
+    Let m be the number of rows from an anchor at row t to the end of its episode or to the newest
+    row, at most n. The reward is sum_{k<m} discount^k r_{t+k}; all other leaves of `next`, done
+    flags too, are those of row t + m - 1; all other leaves are those of row t. `Sample.info` has
+    `steps`, int32 `[B]`, which is m; and `discount`, float32 `[B]`, which is discount^m: multiply
+    the value of the next observation by it, unless the episode terminated.
 
-    Where each row has a discount of its own, g_t, as dm_env has them, that is discount^k replaced
-    by the product g_t ... g_{t+k-1}, and `info["discount"]` by that of all m. A row that terminates
-    has g = 0 there: the value of the next observation then counts for nothing, whatever flags say,
-    and so does every reward after it, also one that is not finite.
+    If each row t has a discount g_t, as in dm_env, discount^k is replaced by the product g_t ...
+    g_{t+k-1}, and `info["discount"]` is the product of all m. A row that terminates has g = 0
+    there: the value of the next observation then does not count, whatever the flags say, nor does
+    any later reward, even if it is not finite.
 
-    Where the reward has several leaves, such as one for each agent, each becomes a return.
+    If the reward has several leaves, such as one for each agent, each becomes a return.
 
     Attributes:
-        n: the most rows in a return.
+        n: the largest number of rows in a return.
         discount: gamma, from 0 to 1; or the path to a real leaf of shape `()` or `(1,)`, the
             discount of what follows each row.
-        strict: whether rows near the newest one wait until they have n rows or the end of their
-            episode. Otherwise they are drawn with the rows that are there.
+        strict: if True, rows become anchors only when they have n rows or their episode ends. If
+            False, rows near the newest one are drawn with the rows that there are.
 
     Reference: Sutton, 1988, "Learning to predict by the methods of temporal differences"; Hessel et
     al., 2018, "Rainbow", section 3 (multi-step learning).
@@ -102,7 +102,7 @@ class NStep(Unit):
 
     @property
     def max_entry_delay(self) -> int:
-        """If strict, n - 1: at the end of an episode, rows enter before older ones of others."""
+        """n - 1 if strict: where an episode ends, rows enter before older ones of others."""
         return self.n - 1 if self.strict else 0
 
     @property
@@ -116,12 +116,12 @@ class NStep(Unit):
         return 0
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Raises unless the ring has n rows, in order of time."""
+        """Raises unless the ring has n rows and the writer keeps the order of time."""
         checks.window("NStep: n", self.n, ring.rows)
         checks.chronological("NStep", writer)
 
     def init(self, context: Context, spec: Item) -> NStepState:
-        """Returns a state without rows. Raises without done flag, real reward or discount."""
+        """Returns an empty state; raises if items lack a flag, float reward or discount."""
         ring, keys = context.ring, context.keys
         check_ends(spec, keys)
         keys.get(spec, "reward")
@@ -151,19 +151,18 @@ class NStep(Unit):
     def on_write(
         self, context: Context, state: NStepState, plan: WritePlan, items: Item
     ) -> tuple[NStepState, AnchorUpdate]:
-        """Lets rows enter when written; if strict, when their return is complete."""
+        """Makes rows anchors when they are written; if strict, when their return is complete."""
         done = episode_ends(context, plan, items)
         ended = put_rows(state.ended, plan, done)
         if state.queue is None or state.length is None:
             return state.replace(ended=ended), every_slot(context, plan)
         # Counted to n at most: a longer episode completes one return with each row.
         length, running = episodes.lengths(state.length, done, plan, self.n)
-        # A row completes the return of that n - 1 back; where an episode ends, of all rows since.
+        # A row completes the return from n - 1 rows back; if an episode ends, those since then too.
         back = jnp.arange(self.n - 1, -1, -1, dtype=jnp.int32)
         completes = (back < length[..., None]) & (done[..., None] | (back == self.n - 1))
         entered = anchor_queue.rows_back(context, plan, back, completes)
-        # With several environments, returns at the end of an episode enter before older rows of
-        # others.
+        # At the end of an episode, returns enter before older rows of other environments.
         slack = self.max_entry_delay if context.ring.envs > 1 else 0
         queue, change = anchor_queue.after_write(context, state.queue, plan, entered, slack)
         return state.replace(ended=ended, length=running, queue=queue), change
@@ -171,7 +170,7 @@ class NStep(Unit):
     def truncate(
         self, context: Context, state: NStepState, which: jax.Array
     ) -> tuple[NStepState, AnchorUpdate | None]:
-        """Ends episodes at the newest rows; if strict, returns that waited are complete."""
+        """Ends episodes at the newest rows; if strict, pending returns become anchors."""
         ended = episodes.mark_newest(context, state.ended, which)
         if state.queue is None or state.length is None:
             return state.replace(ended=ended), None
@@ -185,15 +184,15 @@ class NStep(Unit):
         return state.replace(ended=ended, length=length, queue=queue), change
 
     def reset(self, ring: Ring, state: NStepState, token: jax.Array) -> NStepState:
-        """Returns the state without rows; flags of slots that hold nothing are not looked at."""
+        """Returns the emptied state; flags stay, as those of empty slots are not used."""
         return dependencies.emptied(state, token)
 
     def is_episode_end(self, context: Context, state: NStepState, slots: jax.Array) -> jax.Array:
-        """Returns True of rows that were written or truncated as ends."""
+        """Returns True for rows that were written or truncated as ends."""
         return gather.items_at(state.ended, slots)
 
     def anchors(self, context: Context, state: NStepState) -> Anchors:
-        """Returns all that is held; if strict, the rows with a complete return."""
+        """Returns all held slots; if strict, those with a complete return."""
         if state.queue is None:
             return all_held(context)
         return anchor_queue.anchors(context.ring, state.queue)
@@ -204,7 +203,7 @@ class NStep(Unit):
         """Reads rewards at all rows of the return, `next` at its last, the rest at its first."""
         ring, keys = context.ring, context.keys
         steps = episodes.steps_ahead(context, state.ended, slots, self.n)
-        # Behind its last row a return repeats that one, which `reduce` leaves out.
+        # After its last row, a return repeats this row; `reduce` ignores the repeats.
         step = jnp.minimum(jnp.arange(self.n, dtype=jnp.int32), steps[:, None] - 1)
         window = ring.slot_after(slots[:, None], step * ring.envs)
         # As it repeats, its last column is the last real row.
@@ -218,8 +217,8 @@ class NStep(Unit):
         info = {"steps": jnp.where(mask, steps, 0)}
         if isinstance(self.discount, int | float):
             powers = [self.discount**m for m in range(self.n + 1)]
-            # Chosen among powers of Python, as one in float32 is off by some units in the last
-            # place; one by one where they are few, as a gather would be a kernel more.
+            # Chosen among powers computed in Python, as float32 powers are off by some units in the
+            # last place; by selects if they are few, as a gather would be one more kernel.
             if self.n <= _UNROLLED:
                 power = jnp.full(steps.shape, powers[0], jnp.float32)
                 for number, each in enumerate(powers[1:], 1):
@@ -230,23 +229,23 @@ class NStep(Unit):
         return ReadPlan(where=where, mask=mask, info=info)
 
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """Replaces the rewards by their discounted sum."""
+        """Replaces the rewards by their discounted sums."""
         steps, info, discounts = plan.info["steps"], dict(plan.info), None
-        # Rows behind the end repeat the last one, and do not count.
+        # Rows after the end repeat the last row, and do not count.
         inside = jnp.arange(self.n, dtype=jnp.int32) < steps[:, None]
         if not isinstance(self.discount, int | float):
             named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
             # In float32 at least: bfloat16 keeps three digits, of a product fewer.
             leaf = pytree.wide(named[path_name(self.discount)])
             discounts = jnp.where(inside & plan.mask[:, None], leaf.reshape(inside.shape), 1)
-            # What follows a discount of 0 is not read: it may be no number.
+            # Discounts after a discount of 0 are ignored: they may be NaN.
             times = lambda total, factor: total * jnp.where(total == 0, 1, factor)
             product = _folded(times, jnp.ones_like(discounts[:, 0]), [discounts])
             info["discount"] = jnp.where(plan.mask, product, 0.0).astype(jnp.float32)
 
         def add(later: jax.Array, reward: jax.Array, real: jax.Array, *own: jax.Array) -> jax.Array:
             factor: Any = own[0] if own else self.discount
-            # Nor is what comes after a discount of 0: 0 times infinity is no number.
+            # Rewards after a discount of 0 are ignored: 0 times infinity is NaN.
             later = jnp.where(factor == 0, 0, later) if own or not factor else later
             return jnp.where(real, reward, 0) + factor * later
 
@@ -269,7 +268,7 @@ class NStep(Unit):
 def _folded(
     step: Callable[..., jax.Array], start: jax.Array, rows: list[jax.Array], reverse: bool = False
 ) -> jax.Array:
-    """Returns the last of `step(value, *row)`, from `start` on, over `[B, n, ...]` along axis 1."""
+    """Applies `step(value, *row)` to rows `[B, n, ...]` along axis 1, from `start` on."""
     order = range(rows[0].shape[1])[:: -1 if reverse else 1]
     for k in order[:_UNROLLED]:
         start = step(start, *(leaf[:, k] for leaf in rows))

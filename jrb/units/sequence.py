@@ -1,4 +1,4 @@
-"""Windows of consecutive transitions, for recurrent networks and models of the world."""
+"""The unit of windows of consecutive transitions, for recurrent networks and world models."""
 
 from typing import Any, Literal
 
@@ -30,25 +30,25 @@ from jrb.units import episodes
 from jrb.units.anchors import AnchorQueue
 from jrb.units.episodes import EpisodeTable
 
-_MANY = 2**30  # rows of an episode: so many are counted on from about half of it
+_MANY = 2**30  # rows of an episode, from which on the count restarts at about half of it
 _UNKNOWN = _MANY // 2
 _LONG = 1024
 
 
 class SequenceState(pytree.State):
-    """The facts that windows need before they read; None where a description needs none.
+    """The ends of episodes, and the anchors; fields that the options do not need are None.
 
     Attributes:
-        ended: bool `[N]`, which slots end an episode.
-        before: the rows of its episode before each slot, `[N]`: uint8, 0 or 1 for more; int32 if a
-            stride is counted. If that crosses episodes: 0 or less at first rows, else more, and
-            equal to `phase` modulo the stride.
-        length: int32 `[E]`, the rows of the running episode, as far as they matter.
-        phase: int32 `[E]`, the rows of the environment so far, modulo the stride; None unless the
-            stride crosses episodes.
-        queue: the anchors, unless every row is one or episodes are.
-        episodes: the episodes, if these are drawn.
-        rule: the options that anchors were chosen by, no array; None if every row is an anchor.
+        ended: bool `[N]`, True for slots that end an episode.
+        before: `[N]`, the number of rows before each slot in its episode: uint8, at most 1; int32
+            if a stride is counted. If the stride crosses episodes: 0 or less at first rows, else
+            more, and equal to `phase` modulo the stride.
+        length: int32 `[E]`, the number of rows of the running episode, as far as needed.
+        phase: int32 `[E]`, the number of rows of the environment so far, modulo the stride; None
+            unless the stride crosses episodes.
+        queue: the anchors; None if every row is an anchor, or episodes are.
+        episodes: the table of episodes, if these are anchors.
+        rule: the options that determine the anchors; not an array; None if every row is an anchor.
     """
 
     ended: jax.Array
@@ -60,46 +60,46 @@ class SequenceState(pytree.State):
     rule: tuple[Any, ...] | None = pytree.static(default=None)
 
     def summary(self, ring: Ring) -> dict[str, str]:
-        """Returns how many episodes have ended."""
+        """Returns the number of ends of episodes, for the `repr` of a state."""
         return {"ends of episodes": display.count(self.ended)}
 
 
 @pytree.component
 class Sequence(Unit):
-    """Windows of L consecutive transitions of one environment and one episode.
+    """Samples windows of L consecutive transitions of one environment and one episode.
 
-    `Sample.data` has leaves `[B, burn_in + L, ...]`; `Sample.mask`, bool `[B, burn_in + L]`, says
-    which rows are real. A window never crosses the newest row, nor the end of an episode unless
-    `cross_episodes`. `Sample.info` has `is_first` and `is_last`, bool like the mask: the first and
-    last rows of episodes, those included that `truncate` ended. A row whose predecessor was
-    overwritten does not count as a first row. `ReplayBuffer.set` writes back into the rows of
-    windows, such as recomputed recurrent states.
+    `Sample.data` has leaves `[B, burn_in + L, ...]`; `Sample.mask`, bool `[B, burn_in + L]`, is
+    True for real rows. A window never crosses the newest row, nor the end of an episode unless
+    `cross_episodes`. `Sample.info` has `is_first` and `is_last`, bool like the mask, True for the
+    first and last rows of episodes, also of those that `truncate` ended. A row does not become a
+    first row when the row before it is overwritten. `ReplayBuffer.set` can write to the rows of
+    windows, for example recomputed recurrent states.
 
     Attributes:
-        length: L.
-        burn_in: rows read before the anchor, to warm up a recurrent state. Rows before the
-            episode's first row, or before the oldest row stored, are masked and repeat that row.
-        sample_by: what is equally likely under `Uniform`. "windows": every anchor. "episodes":
+        length: L, the number of rows in a window without burn-in.
+        burn_in: the number of rows read before the anchor, to warm up a recurrent state. Rows
+            before the episode's first row, or before the oldest row held, are masked and repeat it.
+        sample_by: what `Uniform` draws with equal probability. "windows": every anchor. "episodes":
             every episode with an anchor, the running one included; then every anchor in it.
-            "whole_episodes": every complete episode whose first row is stored. The window is then
-            the episode, padded to L, or its first L rows, and its anchor is the first row.
-        partial: "drop" draws complete windows only. "pad" draws from every row; the rows behind the
+            "whole_episodes": every complete episode whose first row is held. The window is then the
+            episode, padded to L, or its first L rows, and its anchor is the first row.
+        partial: "drop" draws complete windows only. "pad" draws from every row; the rows after the
             end of the episode are masked and repeat its last row. Has no effect with
             sample_by="whole_episodes".
         priority_max_weight: w in the reduction of priorities `[B, L]` by `update_priority`:
             w * max + (1 - w) * mean over the real rows without burn-in (eta in R2D2).
-        first_only: paths to leaves that are read for the window's first row only, `[B, ...]`, such
-            as the recurrent state that was stored with each row.
+        first_only: the paths of leaves that are read only at the window's first row, `[B, ...]`,
+            such as the recurrent state that was stored with each row.
         stride: only the rows 0, stride, 2 * stride, ... are anchors, counted from the first row of
-            the episode; with `cross_episodes` from the first row of the environment, across ends of
-            episodes; or from the first row known where a buffer was filled with less. With stride
-            < L windows overlap by L - stride rows. In a ring of fewer than L + stride - 1 rows all
-            windows that are held are drawn, as there would be none at times.
-        cross_episodes: if True, windows run on into the next episode of the environment: a row is
-            an anchor once L rows follow it in time. Items need no done flag then; without one
+            the episode or, with `cross_episodes`, of the environment; if a rebuilt buffer lacks
+            that row, from the first row known. With stride < L, windows overlap by L - stride rows.
+            A ring of fewer than L + stride - 1 rows ignores the stride, as it could be without an
+            anchor.
+        cross_episodes: if True, windows continue in the next episode of the environment: a row is
+            an anchor once L rows from it on are written. Items then need no done flag; without one,
             `is_first` shows where `truncate` was called.
-        slots: if True, `Sample.info` has `slots`, int32 like the mask: the slot of each row; of a
-            masked one, the slot of the row that it repeats.
+        slots: if True, `Sample.info` has `slots`, int32 like the mask: the slot of each row; for a
+            masked row, that of the row which it repeats.
 
     Reference: Kapturowski et al., 2019, "Recurrent experience replay in distributed reinforcement
     learning", section 2.3 (burn-in; stored states; eta = 0.9; windows that overlap by a half);
@@ -158,36 +158,36 @@ class Sequence(Unit):
 
     @property
     def _enough(self) -> int:
-        """The rows that must follow an anchor, itself included."""
+        """The number of rows that an anchor needs from itself on."""
         return 1 if self._is_padded else self.length
 
     @property
     def max_entry_delay(self) -> int | None:
-        """0: windows enter in the order of their first rows. Episodes are no rows."""
+        """0 for windows, which enter in the order of their first rows; None for episodes."""
         return 0 if self.sample_by == "windows" else None
 
     @property
     def has_delayed_anchors(self) -> bool:
-        """True if rows wait for the end of their windows or episodes."""
+        """True if rows become anchors when their windows or episodes end."""
         return self.partial == "drop" or self.sample_by != "windows"
 
     @property
     def lookback(self) -> int:
-        """The rows of burn-in."""
+        """The number of rows of burn-in."""
         return self.burn_in
 
     @property
     def requires_contiguous_history(self) -> bool:
-        """True of whole episodes: a seam would make two of one."""
+        """True for whole episodes, as a seam between environments would cut them."""
         return self.sample_by == "whole_episodes"
 
     @property
     def row_steps(self) -> np.ndarray:
-        """From burn-in, before the anchor, on."""
+        """The rows from the anchor to those of burn-in, which are negative, and of the window."""
         return np.arange(-self.burn_in, self.length, dtype=np.int32)
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Raises where the ring holds no window, or writer or sampler do not fit."""
+        """Raises if no window fits into the ring, or the writer or sampler do not fit."""
         checks.window("Sequence: burn_in + length", self.burn_in + self.length, ring.rows)
         checks.chronological("Sequence", writer)
         if self.sample_by == "episodes" and isinstance(sampler, PrioritizedSampler):
@@ -203,17 +203,12 @@ class Sequence(Unit):
                 "order of their own. Use sample_by='windows'."
             )
         if self.stride > 1 and writer.blocks_when_full:
-            # With fewer rows, a ring that is full of undrawn rows could be without a window, and
-            # block forever.
+            # With fewer rows, a full ring could have no window to draw, and block forever.
             num_rows = self.burn_in + self._enough + self.stride - 1
             checks.window("Sequence: burn_in + length + stride - 1", num_rows, ring.rows)
 
     def init(self, context: Context, spec: Item) -> SequenceState:
-        """Returns a state without rows.
-
-        Raises:
-            ValueError: the items have no done flag, unless windows cross episodes.
-        """
+        """Returns an empty state; raises if items have no done flag, unless windows cross ends."""
         ring = context.ring
         check_ends(spec, context.keys, is_needed=not self.cross_episodes)
         for path in self.first_only:
@@ -235,7 +230,7 @@ class Sequence(Unit):
     def on_write(
         self, context: Context, state: SequenceState, plan: WritePlan, items: Item
     ) -> tuple[SequenceState, AnchorUpdate]:
-        """Lets a row enter when written; windows and episodes with the last row they wait for."""
+        """Makes rows, windows or episodes anchors when the last row that they need is written."""
         done = episode_ends(context, plan, items)
         # Rows of an episode are counted as far as an anchor or a stride depends on them.
         if self.stride > 1:
@@ -245,12 +240,12 @@ class Sequence(Unit):
             most = context.ring.rows + 1
         else:
             most = max(self._enough, 2)
-        # `length`: rows of its episode up to each row; `steps`: those that count for the stride.
+        # `length`: rows of the episode up to each row; `steps`: rows that count for the stride.
         length, running = episodes.lengths(state.length, done, plan, most)
         steps = jnp.minimum(length - 1, 1) if self.stride == 1 else length - 1
         if state.phase is not None:
             passed = plan.passed_by_clock
-            to_next = -(state.phase + passed - 1) % self.stride  # rows until it is complete
+            to_next = -(state.phase + passed - 1) % self.stride  # rows until the phase is 0
             # Equal to the phase modulo the stride, and 0 or less at first rows only.
             steps = jnp.where(length == 1, 0, self.stride) - to_next
             state = state.replace(phase=(state.phase + passed[-1]) % self.stride)
@@ -277,10 +272,10 @@ class Sequence(Unit):
     def _entering(
         self, context: Context, plan: WritePlan, length: jax.Array, steps: jax.Array
     ) -> jax.Array:
-        """Returns the anchors that each row completes, int32 `[T * E]`; N where it does not."""
+        """Returns the anchor that each row completes, int32 `[T * E]`; N if it completes none."""
         back = self._enough - 1
         enters = jnp.ones_like(length, jnp.bool_) if self.cross_episodes else length > back
-        # In a ring with room for fewer windows than that, there would be none at times.
+        # In a smaller ring, a stride would leave no anchor at times.
         if context.ring.rows >= self._enough + self.stride - 1:
             enters = enters & ((steps - back) % self.stride == 0)
         if self._is_padded:
@@ -301,26 +296,26 @@ class Sequence(Unit):
         return state.replace(ended=ended, length=length, episodes=table), change
 
     def is_episode_end(self, context: Context, state: SequenceState, slots: jax.Array) -> jax.Array:
-        """Returns True of rows that were written or truncated as ends."""
+        """Returns True for rows that were written or truncated as ends."""
         return gather.items_at(state.ended, slots)
 
     def episode_step(self, state: SequenceState, slots: jax.Array) -> jax.Array:
-        """Returns the rows of its episode before each slot, int32; up to 1 without a stride.
+        """Returns the number of rows before each slot in its episode; at most 1 without a stride.
 
-        If a stride crosses episodes: 0 or less of first rows; equal to the phase modulo the stride.
+        If a stride crosses episodes: 0 or less for first rows, and equal to `phase` modulo the
+        stride.
         """
         return state.before[slots].astype(jnp.int32)
 
     def init_mid_episode(self, state: SequenceState, before: jax.Array) -> SequenceState:
-        """Returns an empty state whose next rows have `before` rows of their episodes before them.
+        """Returns an empty state whose next rows continue episodes of `before` rows.
 
         Args:
-            state: without rows.
-            before: int32 `[E]`, as from `episode_step`; those rows are not held. Where the number
-                is not known, it is large, and a stride is counted from the next row on.
+            state: the state of an empty buffer.
+            before: int32 `[E]`, as from `episode_step`; these rows are not held. If the number is
+                unknown, it is large, and the stride is counted from the next row on.
         """
-        # A multiple of the stride, far from 0: the row is no first row, and the stride begins with
-        # it.
+        # A multiple of the stride, far from 0: not a first row, and a row of the stride.
         unknown = _UNKNOWN // self.stride * self.stride
         fits = before < (_MANY if self.stride > 1 else unknown)
         before, table = jnp.where(fits, before, unknown), state.episodes
@@ -331,7 +326,7 @@ class Sequence(Unit):
         return state.replace(length=jnp.maximum(before, 0), episodes=table)
 
     def anchors(self, context: Context, state: SequenceState) -> Anchors:
-        """Returns the first rows of windows."""
+        """Returns the anchors, which are the first rows of windows."""
         if state.queue is not None:
             return anchor_queue.anchors(context.ring, state.queue)
         if state.episodes is None:
@@ -350,7 +345,7 @@ class Sequence(Unit):
         """Reads every leaf at every row of the window."""
         ring, ended = context.ring, None if self.cross_episodes else state.ended
         is_cut = self._is_padded or self.burn_in > 0
-        # Of whole windows all is known while they are traced; long ones would be large constants.
+        # Complete windows have constant offsets: NumPy's, unless they are large.
         of: Any = jnp if is_cut or self.length > _LONG else np
         before, after = of.int32(0), of.int32(self.length)
         if self._is_padded:
@@ -382,30 +377,30 @@ class Sequence(Unit):
         return any(within(name, path_name(path)) for path in self.first_only)
 
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """Returns the windows as they are, and one row of leaves that are read once."""
+        """Returns the windows as they were read, and one row of leaves in `first_only`."""
         if not self.first_only:
             return raw, plan.info
         single = lambda path, leaf: leaf[:, 0] if self._is_single(pytree.leaf_name(path)) else leaf
         return jax.tree_util.tree_map_with_path(single, raw), plan.info
 
     def reset(self, ring: Ring, state: SequenceState, token: jax.Array) -> SequenceState:
-        """Returns the state without rows; flags of slots that hold nothing are not looked at."""
+        """Returns the emptied state; flags stay, as those of empty slots are not used."""
         return dependencies.emptied(state, token)
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Returns `[B, L]`, and that with rows of burn-in."""
+        """Returns `[B, L]` and `[B, burn_in + L]`."""
         return [(mask[0], self.length), mask]
 
     def reduce_priorities(self, priorities: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns one priority for each window, float32 `[B]`.
 
         Args:
-            priorities: float32 `[B, L]`, or `[B, burn_in + L]`, of which burn-in is left out.
-            mask: bool `[B, burn_in + L]`.
+            priorities: float32 `[B, L]`, or `[B, burn_in + L]`, whose burn-in is ignored.
+            mask: bool `[B, burn_in + L]`, True for real rows.
         """
         priorities, real = priorities[:, -self.length :], mask[:, -self.length :]
-        # Else a negative one would hide behind the maximum of its window.
-        priorities = jnp.where(priorities < 0, jnp.nan, priorities)  # refused as a whole
+        # NaN is refused for the whole window; the maximum would hide a negative priority.
+        priorities = jnp.where(priorities < 0, jnp.nan, priorities)
         count = jnp.maximum(jnp.sum(real, axis=1), 1).astype(jnp.float32)
         mean = jnp.sum(jnp.where(real, priorities, 0.0), axis=1) / count
         greatest = jnp.max(jnp.where(real, priorities, 0.0), axis=1)

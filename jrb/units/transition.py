@@ -1,4 +1,4 @@
-"""One anchor, one transition; and the base of units around other units."""
+"""The unit of single transitions, and the base class of units around other units."""
 
 from typing import Any, ClassVar
 
@@ -27,7 +27,7 @@ from jrb.types.messages import PartState, all_held, every_slot
 
 @pytree.component
 class Transition(Unit):
-    """Every slot that holds an item is an anchor, and stands for that item."""
+    """Samples single transitions: every slot that holds an item is an anchor."""
 
     one_row: ClassVar[bool] = True
 
@@ -43,26 +43,26 @@ class Transition(Unit):
 
     @property
     def lookback(self) -> int:
-        """0: the anchor is read alone."""
+        """0: only the row of the anchor is read."""
         return 0
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Raises for samplers of an order, with a writer that keeps none."""
+        """Raises if the sampler uses the order of anchors and the writer keeps no order."""
         if isinstance(sampler, OrderedSampler):
             checks.chronological(type(sampler).__name__, writer)
 
     def init(self, context: Context, spec: Item) -> dict[str, Any]:
-        """Returns a state of no arrays."""
+        """Returns a state without arrays."""
         return {}
 
     def on_write(
         self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[Any, AnchorUpdate]:
-        """Lets new items enter, and those that they overwrite depart."""
+        """Makes new items anchors; those that they overwrite depart."""
         return state, every_slot(context, plan)
 
     def anchors(self, context: Context, state: PartState) -> Anchors:
-        """Returns all that is held."""
+        """Returns all slots that hold items."""
         return all_held(context)
 
     def plan_read(
@@ -80,15 +80,15 @@ class Transition(Unit):
         return state, None
 
     def is_episode_end(self, context: Context, state: PartState, slots: jax.Array) -> jax.Array:
-        """Returns False: nothing is known of ends."""
+        """Returns False for all slots, as the unit keeps no ends."""
         return jnp.zeros(slots.shape, jnp.bool_)
 
 
 class WrappingUnit(Unit):
-    """A unit around another one: what it does not do itself, the other does.
+    """The base class of units around another unit, whose methods are the defaults.
 
     Attributes:
-        unit: the other one; its state is the field `unit` of the state.
+        unit: the inner unit; its state is the field `unit` of the state.
     """
 
     unit: Unit
@@ -119,26 +119,26 @@ class WrappingUnit(Unit):
         return self.unit.row_steps
 
     def anchors(self, context: Context, state: PartState) -> Anchors:
-        """Returns those of the inner unit."""
+        """Returns the anchors of the inner unit."""
         return self.unit.anchors(context, state.unit)
 
     def episode_step(self, state: PartState, slots: jax.Array) -> jax.Array | None:
-        """Counts as far as the inner unit does."""
+        """Returns the number of earlier rows that the inner unit counts."""
         return self.unit.episode_step(state.unit, slots)
 
     def init_mid_episode(self, state: PartState, before: jax.Array) -> Any:
-        """Sets the state of the inner unit."""
+        """Returns the state in which the inner unit continues running episodes."""
         return state.replace(unit=self.unit.init_mid_episode(state.unit, before))
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Returns those of the inner unit."""
+        """Returns the shapes that the inner unit takes."""
         return self.unit.priority_shapes(mask)
 
     def reduce_priorities(self, priorities: jax.Array, mask: jax.Array) -> jax.Array:
-        """Reduces as the inner unit does."""
+        """Returns the priorities that the inner unit computes."""
         return self.unit.reduce_priorities(priorities, mask)
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """Returns the state without rows; flags of slots that hold nothing are not looked at."""
+        """Returns the emptied state; flags stay, as those of empty slots are not used."""
         emptied = dependencies.emptied(state, token)
         return emptied.replace(unit=self.unit.reset(ring, state.unit, token))

@@ -1,4 +1,4 @@
-"""Writers decide to which slots rows go."""
+"""Writers choose the slots to which rows are written."""
 
 from jrb._util.public import PublicNames
 from jrb.writers.ranked import MaxValue, Reservoir

@@ -15,36 +15,36 @@ from jrb.sum_tree import Tree
 from jrb.types import Item, WritePlan, Writer
 from jrb.types.messages import PartState
 
-# The count stops there, and the next number, one more, still fits into 32 bits.
+# The count of items stops here, so that one more still fits into 32 bits.
 _MOST = np.uint32(2**32 - 2)
 
 
 class OneByOne(Writer):
-    """Chooses a slot for each item, and numbers items as they come.
+    """A writer that chooses a slot for each item alone, and numbers the items.
 
-    States have `stamps`, uint32 `[N]`, the number of the item in each slot; `count`, int32 `[]`,
-    how many slots, from 0 on, hold items; and `number`, uint32 `[]`, of the next item.
+    States have `stamps`, uint32 `[N]`, the number of the item in each slot; `count`, int32 `[]`:
+    slots 0 to `count` - 1 hold items; and `number`, uint32 `[]`, the number of the next item.
     """
 
     is_chronological: ClassVar[bool] = False
 
     def held(self, ring: Ring, state: PartState) -> Occupancy:
-        """Returns the first slots."""
+        """Returns slots 0 to `count` - 1."""
         return Occupancy(first=jnp.zeros(1, jnp.int32), count=state.count[None])
 
     def generation_of(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
-        """Returns the number of the item."""
+        """Returns the number of the item in each slot."""
         return dependencies.materialize(lambda: state.stamps.at[slots].get(mode="clip"))
 
     def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
-        """Returns all slots by the numbers of their items."""
+        """Returns all slots, ordered by the numbers of their items, and the number of items."""
         slot = jnp.arange(state.stamps.size, dtype=jnp.int32)
         # Numbers are modulo 2^32: the greatest age is that of the oldest.
         age = jnp.where(slot < state.count, state.number - state.stamps, 0)
         return jnp.argsort(~age, stable=True).astype(jnp.int32), state.count
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """Returns the state without items; no slot has the number of one."""
+        """Returns the state without items, in which no slot has the number of an item."""
         return state.replace(
             # No item has the next number, so no stamp from before the reset is current again.
             stamps=dependencies.overwrite(state.stamps, state.number, token),
@@ -54,7 +54,7 @@ class OneByOne(Writer):
 
 
 def write_of(ring: Ring, slots: jax.Array, written: jax.Array) -> WritePlan:
-    """Returns the write of items at slots, int32 `[T * E]`, distinct but for N."""
+    """Returns the plan of a write to slots, int32 `[T * E]`, distinct except for N."""
     return WritePlan(
         starts=slots,
         slots=slots.reshape(written.size, ring.envs),
@@ -66,14 +66,14 @@ def write_of(ring: Ring, slots: jax.Array, written: jax.Array) -> WritePlan:
 
 
 class MaxValueState(pytree.State):
-    """The items that are held, and their ranks.
+    """The ranks and numbers of the items that are held.
 
     Attributes:
-        ranks: a tree of the least rank, over float32 leaves `[N]`.
+        ranks: a tree of minima over the ranks, float32 `[N]`.
         stamps: uint32 `[N]`, the number of the item in each slot.
-        count: int32 `[]`, the slots that hold items.
-        number: uint32 `[]`, the items that came so far, modulo 2^32.
-        key: the path to the ranks; no array.
+        count: int32 `[]`, the number of slots that hold items.
+        number: uint32 `[]`, the number of items written so far, modulo 2^32.
+        key: the path to the ranks; not an array.
     """
 
     ranks: Tree
@@ -83,20 +83,21 @@ class MaxValueState(pytree.State):
     key: Path = pytree.static(default="")
 
     def summary(self, ring: Ring) -> dict[str, str]:
-        """Returns how many items are held."""
+        """Returns the number of items held, for the `repr` of a state."""
         return {"held": display.share(self.count, ring.capacity)}
 
 
 @pytree.component
 class MaxValue(OneByOne):
-    """Keeps the N items of the highest rank, each for itself and in no order of time.
+    """Keeps the N items with the highest ranks, in no order of time.
 
-    A full buffer takes an item if its rank is above the lowest one held, whose place it gets; of
-    equal ranks the old ones stay. An item whose rank is NaN is never taken. Costs O(log N) an item.
+    A full buffer takes an item if its rank is above the lowest one held, and overwrites the item of
+    that rank; of equal ranks, the old items stay. An item of rank NaN is never taken. O(log N)
+    each.
 
     Attributes:
         key: the path to the rank, real numbers of at most 32 bits that float32 holds exactly, such
-            as ("next", "reward"); those of one item are added up, also of several leaves.
+            as ("next", "reward"). Several numbers or leaves of an item are added up.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -110,7 +111,7 @@ class MaxValue(OneByOne):
     key: Path
 
     def init(self, ring: Ring, spec: Item) -> MaxValueState:
-        """Returns a state without items. Raises if the items have no such rank."""
+        """Returns a state without items; raises if items have no such rank."""
         for leaf in jax.tree.leaves(find(spec, self.key, "MaxValue: key")):
             dtype = pytree.dtype_of(leaf)
             is_exact = dtype is not None and (
@@ -134,7 +135,7 @@ class MaxValue(OneByOne):
     def plan(
         self, ring: Ring, state: MaxValueState, items: Item, mask: jax.Array | None
     ) -> tuple[MaxValueState, WritePlan]:
-        """Plans one item after the other; of those for one slot in a call, the last has it."""
+        """Plans items one by one; if several of a call get the same slot, the last is written."""
         leaves = jax.tree.leaves(find(items, self.key, "MaxValue: key"))
         length = leaves[0].shape[0]
         flat = [leaf.astype(jnp.float32).reshape(length * ring.envs, -1) for leaf in leaves]
@@ -161,7 +162,7 @@ class MaxValue(OneByOne):
 
         slots = jnp.full(ranks.size, ring.capacity, jnp.int32)
         state, slots = dependencies.loop(ranks.size, place, (state, slots))
-        # An item whose slot another one of the call got after it has another number there.
+        # If a later item of the call got the same slot, the stamp there is another number.
         number = state.number + jnp.arange(ranks.size, dtype=jnp.uint32)
         read = lambda: state.stamps.at[slots].get(mode="fill", fill_value=0)
         slots = jnp.where(dependencies.materialize(read) == number, slots, ring.capacity)
@@ -171,12 +172,12 @@ class MaxValue(OneByOne):
         return state, write_of(ring, slots, written)
 
     def reset(self, ring: Ring, state: MaxValueState, token: jax.Array) -> MaxValueState:
-        """Returns the state without items; no slot has the number of one."""
+        """Returns the state without items, in which no slot has the number of an item."""
         ranks = sum_tree.cleared(state.ranks, token)
         return super().reset(ring, state, token).replace(ranks=ranks)
 
     def check_edit(self, verb: str, names: frozenset[str]) -> None:
-        """Raises where the rank would change: it decided which items are held."""
+        """Raises ValueError for leaves of the rank, by which the items held were chosen."""
         rank = path_name(self.key)
         for name in names:
             if within(name, rank):
@@ -186,21 +187,21 @@ class MaxValue(OneByOne):
                 )
 
     def best(self, ring: Ring, state: MaxValueState, count: int) -> jax.Array:
-        """Returns the slots of the `count` best items, or of all, in the order of slots."""
+        """Returns the slots of the `count` items of highest rank, or of all, ascending."""
         ranks = sum_tree.leaf_values(state.ranks)[: int(state.count)]
         chosen = jnp.argsort(-ranks, stable=True)[:count]
         return jnp.sort(chosen).astype(jnp.int32)
 
 
 class ReservoirState(pytree.State):
-    """The items that are held, of all that came.
+    """The numbers of the items that are held, and the number of all that came.
 
     Attributes:
-        seed: uint32 `[2]`, of the random numbers.
+        seed: uint32 `[2]`, the seed of the random choices.
         stamps: uint32 `[N]`, the number of the item in each slot.
-        count: int32 `[]`, the slots that hold items.
-        number: uint32 `[]`, the items that came so far, modulo 2^32.
-        came: uint32 `[]`, the items that came so far, but no more than 2^32 - 2.
+        count: int32 `[]`, the number of slots that hold items.
+        number: uint32 `[]`, the number of the next item, modulo 2^32.
+        came: uint32 `[]`, the number of items since the reservoir was empty, at most 2^32 - 2.
     """
 
     seed: jax.Array
@@ -210,7 +211,7 @@ class ReservoirState(pytree.State):
     came: jax.Array
 
     def summary(self, ring: Ring) -> dict[str, str]:
-        """Returns how many items are held, and of how many."""
+        """Returns the numbers of items held and of all that came, for the `repr` of a state."""
         total = display.host_values(self.came)
         of_all = "" if total is None else f"{int(total):,}"
         return {"held": display.share(self.count, ring.capacity), "that ever came": of_all}
@@ -218,14 +219,14 @@ class ReservoirState(pytree.State):
 
 @pytree.component
 class Reservoir(OneByOne):
-    """Holds N of all items that ever came, each set of N equally likely.
+    """Keeps a uniformly random set of N items out of all that were ever written.
 
-    Item number n takes the place of one that is held with probability N / n. Each item goes for
-    itself, and rows keep no order of time.
+    Item number n > N overwrites a random item with probability N / n, and is left out otherwise.
+    Each item is chosen alone, so rows are not kept together or in order of time.
 
     Attributes:
-        key: a PRNG key, or an integer to make one of. States under `vmap` make the same choices
-            unless `state.writer.seed` differs between them.
+        key: a PRNG key, or an integer seed. States under `vmap` make the same choices unless
+            `state.writer.seed` differs between them.
 
     Reference: Vitter, 1985, "Random sampling with a reservoir" (algorithm R).
 
@@ -266,26 +267,25 @@ class Reservoir(OneByOne):
         )
 
     def in_shard(self, state: ReservoirState, number: jax.Array) -> ReservoirState:
-        """Returns the state with random numbers of the shard's own."""
+        """Returns the state with a seed for this shard."""
         return state.replace(seed=random_bits.fold_in(state.seed, number))
 
     def plan(
         self, ring: Ring, state: ReservoirState, items: Item, mask: jax.Array | None
     ) -> tuple[ReservoirState, WritePlan]:
-        """Plans a slot for each item, or none; of those for one slot in a call, the last has it."""
+        """Plans a slot or none for each item; if several get the same slot, the last is written."""
         length, capacity = jax.tree.leaves(items)[0].shape[0], ring.capacity
         written = jnp.ones(length, jnp.bool_) if mask is None else mask
         is_written = jnp.repeat(written, ring.envs)
         # How many items of this call come before each: its number is `came + rank + 1`.
         rank = jnp.cumsum(is_written, dtype=jnp.uint32) - is_written.astype(jnp.uint32)
-        # Item number n, `bound`, gets slot n - 1 until all are taken; then any of n, if it exists.
+        # Item number n, `bound`, gets slot n - 1 while that exists; then a random slot below n.
         bound = jnp.minimum(rank, _MOST - state.came) + state.came + np.uint32(1)
         words = random_bits.counted(state.seed, state.number + rank)
         chosen = random_bits.below(bound, *words).astype(jnp.uint32)
         slots = jnp.where(bound <= capacity, bound - np.uint32(1), chosen)
         slots = jnp.where(is_written & (slots < capacity), slots, np.uint32(capacity))
-        # Of several items for one slot the last stays, as if they had come one call after the
-        # other.
+        # Of several items for one slot the last stays, as if they had come in single calls.
         slots = ring.distinct(slots.astype(jnp.int32)) + jnp.minimum(state.count, 0)
         total = jnp.sum(is_written, dtype=jnp.uint32)
         came = jnp.minimum(total, _MOST - state.came) + state.came
@@ -298,18 +298,17 @@ class Reservoir(OneByOne):
         return after, write_of(ring, slots, written)
 
     def reset(self, ring: Ring, state: ReservoirState, token: jax.Array) -> ReservoirState:
-        """Returns the state without items, as if none came; no slot has the number of one."""
+        """Returns the state without items, whose count of items starts at 0 again."""
         return super().reset(ring, state, token).replace(came=jnp.zeros_like(state.came))
 
     def import_state(
         self, ring: Ring, state: ReservoirState, old: ReservoirState
     ) -> ReservoirState:
-        """Counts items on; but a larger buffer that is not full counts what it holds only."""
-        # A reservoir that is not full holds all that came to it: it cannot go on as if more had
-        # come.
+        """Continues the count of items; if the buffer is not full, it counts only items held."""
+        # A reservoir that is not full holds all items that count as having come.
         is_full = state.count >= ring.capacity
         return state.replace(came=jnp.where(is_full, jnp.maximum(state.came, old.came), state.came))
 
     def best(self, ring: Ring, state: ReservoirState, count: int) -> jax.Array:
-        """Returns the first `count` slots: any are as good."""
+        """Returns the first `count` slots, as those of any items are equally good."""
         return jnp.arange(min(count, int(state.count)), dtype=jnp.int32)

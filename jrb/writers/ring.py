@@ -1,4 +1,4 @@
-"""Writers that write rows of time around the ring, and one that only reads what others wrote."""
+"""Writers that write rows around the ring, and a writer that refuses all writes."""
 
 from typing import Any, ClassVar, NoReturn
 
@@ -14,7 +14,7 @@ from jrb.types.parts import check_part
 
 
 class RingWriter(Writer):
-    """Writes rows in their order; a full ring loses its oldest row. The state is a `Clock`."""
+    """A writer of rows in their order; a full ring loses its oldest row. The state is a `Clock`."""
 
     generation_is_lap: ClassVar[bool] = True
 
@@ -29,11 +29,11 @@ class RingWriter(Writer):
         return plan_rows(ring, state, jax.tree.leaves(items)[0].shape[0], mask)
 
     def held(self, ring: Ring, state: Clock) -> Occupancy:
-        """Returns the last rows, oldest first."""
+        """Returns the slots of the newest rows, as many as the clock counts."""
         return Occupancy.of_clock(ring, state)
 
     def has_lost(self, ring: Ring, state: Clock) -> jax.Array:
-        """Returns True where the clock passed more rows than are held, bool `[1]` or `[E]`."""
+        """Returns True if more rows were written than are held, bool `[1]` or `[E]`."""
         return ring.has_lost(state).reshape(-1)
 
     def generation_of(self, ring: Ring, state: Clock, slots: jax.Array) -> jax.Array:
@@ -41,7 +41,7 @@ class RingWriter(Writer):
         return ring.generation(state, slots)
 
     def evict_oldest(self, ring: Ring, state: Clock, rows: jax.Array) -> Clock:
-        """Returns the clock with `rows` fewer rows."""
+        """Returns the clock without the `rows` oldest rows."""
         return state.replace(count=jnp.maximum(state.count - rows, 0))
 
     def reset(self, ring: Ring, state: Clock, token: jax.Array) -> Clock:
@@ -58,8 +58,8 @@ class RoundRobin(RingWriter):
 class BlockWhenFull(RingWriter):
     """Writes rows until the ring is full, and never overwrites an item that was not drawn yet.
 
-    With `jrb.Queue()`, items that were drawn make room: nothing is lost before it was drawn.
-    `can_add` returns whether there is room for a row. Without room, `add` and `extend` raise
+    With `jrb.Queue()`, drawn items make room for new rows, so that no item is lost before it was
+    drawn. `can_add` returns True if there is room for a row. Without room, `add` and `extend` raise
     outside `jit`; inside `jit`, and in the methods of `jrb.jitted`, the rows are left out.
 
     Example:
@@ -73,7 +73,7 @@ class BlockWhenFull(RingWriter):
     blocks_when_full: ClassVar[bool] = True
 
     def writable(self) -> RoundRobin:
-        """Returns the writer that fills a buffer with the newest rows of another."""
+        """Returns `RoundRobin()`, which can fill a buffer with the newest rows of another."""
         return RoundRobin()
 
 
@@ -82,11 +82,11 @@ class PerEnvironment(RingWriter):
     """Writes each environment around a ring of its own, N / E slots long.
 
     A mask may then be `[E]`, or `[T, E]` for `extend`: where it is False, the environment did not
-    step. For environments that step at their own pace, agents that die, and the first steps of
-    Gymnasium's vector environments after an end, which are no transitions.
+    step. Use it for environments that step at different times, agents that die, and the first steps
+    of Gymnasium's vector environments after an end, which are no transitions.
 
-    Draws are uniform over all stored items, however many are of each environment. There is no order
-    of time between environments: samplers that need one raise an error, and an epoch of
+    Draws are uniform over all stored items, however many each environment has. There is no order of
+    time between environments: samplers that need one raise an error, and an epoch of
     `jrb.WithoutReplacement()` ends when an environment comes to hold more rows.
 
     Example:
@@ -101,7 +101,7 @@ class PerEnvironment(RingWriter):
     per_env: ClassVar[bool] = True
 
     def in_order(self, ring: Ring, state: Clock) -> tuple[jax.Array, jax.Array]:
-        """Returns all slots, by the rows of their environment written since; and how many hold."""
+        """Returns all slots, first those with most later rows in their environment; and a count."""
         held, slots = self.held(ring, state), jnp.arange(ring.capacity, dtype=jnp.int32)
         # Environments share no clock: their items compare by how many rows came after them.
         later = jnp.where(held.holds(ring, slots), held.after(ring, slots), -1)
@@ -110,7 +110,7 @@ class PerEnvironment(RingWriter):
 
 @pytree.component
 class ReadOnly(Writer):
-    """Refuses writes: for a dataset that was loaded. In all else it is the writer that filled it.
+    """Refuses writes, for loaded datasets; otherwise acts as the writer that filled the buffer.
 
     Fill a buffer, then draw from its state with a description that has this writer:
 
@@ -126,7 +126,7 @@ class ReadOnly(Writer):
 
     def __post_init__(self) -> None:
         check_part("writer", self.writer)
-        # Class variables of other writers are facts of the inner one here.
+        # Class variables of other writers; here they depend on the inner writer.
         for name in ("is_chronological", "per_env"):
             object.__setattr__(self, name, getattr(self.writer, name))
 
@@ -135,45 +135,45 @@ class ReadOnly(Writer):
         return self.writer.init(ring, spec)
 
     def held(self, ring: Ring, state: PartState) -> Occupancy:
-        """Returns what the inner writer wrote."""
+        """Returns the slots that hold items, as the inner writer does."""
         return self.writer.held(ring, state)
 
     def has_lost(self, ring: Ring, state: PartState) -> jax.Array:
-        """Returns what the inner writer does."""
+        """Returns the result of the inner writer."""
         return self.writer.has_lost(ring, state)
 
     def generation_of(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
-        """Returns what the inner writer does."""
+        """Returns the result of the inner writer."""
         return self.writer.generation_of(ring, state, slots)
 
     def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
-        """Returns what the inner writer does."""
+        """Returns the result of the inner writer."""
         return self.writer.in_order(ring, state)
 
     def best(self, ring: Ring, state: PartState, count: int) -> jax.Array:
-        """Returns what the inner writer does."""
+        """Returns the result of the inner writer."""
         return self.writer.best(ring, state, count)
 
     def import_state(self, ring: Ring, state: PartState, old: PartState) -> Any:
-        """Returns what the inner writer does."""
+        """Returns the result of the inner writer."""
         return self.writer.import_state(ring, state, old)
 
     def plan(
         self, ring: Ring, state: PartState, items: Item, mask: ArrayLike | None
     ) -> tuple[Any, WritePlan]:
-        """Raises."""
+        """Raises TypeError, as writes are refused."""
         self.check_edit("add", frozenset())
 
     def evict_oldest(self, ring: Ring, state: PartState, rows: jax.Array) -> NoReturn:
-        """Raises."""
+        """Raises TypeError, as writes are refused."""
         self.check_edit("add", frozenset())
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> NoReturn:
-        """Raises."""
+        """Raises TypeError, as writes are refused."""
         self.check_edit("empty", frozenset())
 
     def check_edit(self, verb: str, names: frozenset[str]) -> NoReturn:
-        """Raises."""
+        """Raises TypeError, as writes are refused."""
         raise TypeError(
             f"{verb}: expected a buffer that can be written, got one with writer=ReadOnly(). "
             "Write with a description that has the writer that filled it, jrb.RoundRobin() mostly."
