@@ -44,7 +44,7 @@ class ReplayBuffer:
         num_envs: E, or None for one stream without an environment axis.
         batch_size: B, for calls that do not pass their own.
         sampler: chooses anchors, the slots that are sampled.
-        unit: decides what is sampled for an anchor, such as a transition or a sequence.
+        unit: decides which data an anchor stands for, such as a transition or a sequence.
         writer: chooses the slots that are written.
         storage: keeps the items.
         transforms: change data on its way out, from first to last. Each is a function from data to
@@ -212,13 +212,14 @@ class ReplayBuffer:
         Args:
             state: may be donated.
             item: leaves `[E, ...]`, or `[...]` without `num_envs`.
-            mask: bool `[]`; if it is False, nothing is written. Under `vmap` this holds for each
-                buffer, while a `lax.cond` around the call would copy the ring. None writes. With
-                `writer=jrb.PerEnvironment()` also `[E]`, for each environment.
-            priorities: real `[E]`, or `[]` without `num_envs`, used as float32: the priorities of
-                these transitions as anchors, which they are at once or when their unit is complete.
-                None for that of new items. If one is NaN, infinite or negative, it is refused and
-                counted in the sampler's state, and the anchor gets the priority of a new item.
+            mask: bool `[]`; if it is False, nothing is written. None writes. Under `vmap`, each
+                buffer has its own mask, where a `lax.cond` around the call would copy the ring.
+                With `writer=jrb.PerEnvironment()` also `[E]`, one for each environment.
+            priorities: real `[E]`, or `[]` without `num_envs`, used as float32: the priorities that
+                these transitions get when they become anchors, at once or when their unit is
+                complete. None for the priority of new items. A priority that is NaN, infinite or
+                negative is refused and counted in the sampler's state; the anchor gets the priority
+                of new items.
 
         Raises:
             ValueError: the item has another structure or shape than the example.
@@ -241,7 +242,7 @@ class ReplayBuffer:
             state: may be donated.
             items: leaves `[T, E, ...]`, or `[T, ...]` without `num_envs`.
             mask: bool `[T]`; rows where it is False are skipped, as if they were not in `items`.
-                With `writer=jrb.PerEnvironment()` also `[T, E]`, for each environment.
+                With `writer=jrb.PerEnvironment()` also `[T, E]`, one for each environment.
             priorities: real `[T, E]`, or `[T]` without `num_envs`, as for `add`.
 
         Returns:
@@ -363,8 +364,8 @@ class ReplayBuffer:
                 skipped. Or slots, int32 `[B]`: then an overwritten item is not noticed, and a write
                 in the same jitted function may cost a copy. Of equal slots, the last one counts.
             priorities: real numbers `[B]`, used as float32; or `[B, L]` for a unit of windows,
-                which reduces them to `[B]`. If one is NaN, infinite or negative, it is refused and
-                counted in the sampler's state, and the old priority stays.
+                which reduces them to `[B]`. A priority that is NaN, infinite or negative is refused
+                and counted in the sampler's state; the old one stays.
 
         Raises:
             TypeError: the sampler has no priorities, or those given are not real numbers.
@@ -446,7 +447,7 @@ class ReplayBuffer:
             indices: integers `[...]`, in [0, N).
 
         Returns:
-            The items, leaves `[..., *shape of one]` with the axes of `indices` in front.
+            The items; their leaves have the axes of `indices`, and then those of one item.
 
         Raises:
             ValueError: an index is out of range, or its slot is empty (only outside `jit`).
@@ -460,22 +461,21 @@ class ReplayBuffer:
 
         The unit is updated at once: if done flags change, this costs O(N), and new anchors get the
         priority of new items. Other priorities stay. The next checkpoint has the edit. With
-        `share_next_observations`, an edit of observations costs O(N), and needs room as new ones
-        do.
+        `share_next_observations`, editing observations costs O(N), and may need room in the pool.
 
         Args:
             state: may be donated.
             where: a `Sample`, for its anchors or all rows of its windows; rows that are masked or
                 were overwritten since are skipped. Or slots, int32 `[B]`; or `...` for all slots.
                 If a slot occurs twice, its last value counts, by batch and then by row.
-            values: some leaves, as they are stored, `[B, ...]`, or `[N, ...]` for `...`, in a
-                pytree that gives them the names they have in items. For rows of windows
-                `[B, L, ...]`, with or without burn-in. For objects, a sequence of B.
+            values: some of the leaves of items, as they are stored, in a pytree with the same
+                names: `[B, ...]`, or `[N, ...]` for `...`, or `[B, L, ...]` for rows of windows,
+                with or without burn-in. For objects, a sequence of B.
 
         Raises:
             ValueError: the items have no such leaf, or one of another shape; the writer ranks items
-                by the leaf; a slot is out of range (only outside `jit`); another description drew
-                the sample.
+                by the leaf; a slot is out of range (only outside `jit`); another description drew a
+                sample.
             TypeError: a leaf has another dtype.
 
         Example:
@@ -538,8 +538,7 @@ class ReplayBuffer:
 
         Args:
             state: may be donated.
-            where: a `Sample`, whose entries that were overwritten since are skipped; or int32 `[B]`
-                slots.
+            where: a `Sample`, whose overwritten entries are skipped; or slots, int32 `[B]`.
 
         Raises:
             TypeError: the sampler has no priorities, or cannot drop anchors.
@@ -639,8 +638,7 @@ class ReplayBuffer:
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
         """Returns True if the sampler has an item to draw, bool `[]`; if not, `sample` raises.
 
-        One item is enough to sample a batch with replacement. `ReplayBuffer(min_size=...)` waits
-        for more.
+        One item is enough to sample a batch with replacement. To wait for more, set `min_size`.
 
         Args:
             state: is only read.
@@ -650,7 +648,7 @@ class ReplayBuffer:
         return eager.ready(self, state, self.batch_size if batch_size is None else batch_size)
 
     def can_add(self, state: BufferState) -> jax.Array:
-        """Returns True if `add` would write, bool `[]`: False if `ReadOnly`, or if blocked."""
+        """Returns True if `add` would write, bool `[]` (see `ReadOnly` and `BlockWhenFull`)."""
         return eager.can_add(self, state)
 
     def empty(self, state: BufferState) -> BufferState:
@@ -739,7 +737,7 @@ class ReplayBuffer:
     def _rows_of_windows(self, sample: Sample, spec: Item, values: Item) -> tuple[Sample, Any]:
         """Returns the rows of windows to set, as a sample of single items, and the lead `(B, L)`.
 
-        If no value has an axis of rows, the values are for anchors: `sample` and `(B,)`.
+        If no value has an axis of rows, values are for anchors: returns `sample` and `(B,)`.
         """
         stored = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
         named = zip(pytree.leaf_names(values), jax.tree.leaves(values), strict=True)

@@ -51,7 +51,7 @@ def transition(
         terminated: bool `[]` or `[E]`, True if a terminal state was reached; None for no such leaf.
         truncated: bool, True if the episode was cut off, such as by a time limit; or None.
         info: the last result of the step: a dict, or a list of E of them (`DictInfoToList`).
-        done: one flag instead of these two, for environments that return only one.
+        done: one flag in place of `terminated` and `truncated`, for environments with only one.
         leaves: further leaves of the item, such as `hidden=...`.
 
     Raises:

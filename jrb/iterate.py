@@ -57,7 +57,7 @@ def epochs(
     """Returns batches of all anchors of a buffer without replacement, whatever its sampler is.
 
     Args:
-        buffer: the description. Its unit decides what is drawn: a transition, a window, ...
+        buffer: the description. Its unit decides which data are drawn: a transition, a window, ...
         state: is only read; do not donate it before the last batch.
         key: a PRNG key. It is consumed.
         batch_size: B; None for the buffer's.
@@ -165,8 +165,8 @@ _Draw = Callable[[int, Callable[[], bool]], Any]
 class Prefetch:
     """Batches that a thread draws ahead; made by `prefetch`.
 
-    An iterator and a context manager. The thread ends with the context, by `close`, when the
-    iterator is dropped, as after a `for`, and with the program. An interrupt of `next` loses no
+    An iterator and a context manager. The thread ends when the context is left, by `close`, when
+    the iterator is deleted, as after a `for`, and with the program. An interrupt of `next` loses no
     batch: the next call returns it.
     """
 
@@ -201,8 +201,7 @@ class _BatchQueue:
     """The state that the thread and its caller share.
 
     An interrupt right after `get` of a queue would lose a batch. Therefore the next batch first
-    moves to `first`, by calls of C functions that no interrupt can separate, and stays there until
-    returned.
+    moves to `first`, by C functions that no interrupt can separate, and stays there until returned.
     """
 
     owner: weakref.ref[Prefetch]
@@ -292,9 +291,9 @@ def _draw_newest(
     key: jax.Array,
     is_open: Callable[[], bool],
 ) -> Any:
-    """Draws from the newest state; tries again, for a second, if that was overwritten meanwhile.
+    """Draws from the newest state; for a second, tries again if it was overwritten meanwhile.
 
-    A method that overwrites a state has to return before the newer state is known.
+    A newer state is known only after the method that overwrites the old one has returned.
     """
     until = None
     try:

@@ -87,7 +87,7 @@ class Keys:
         return entry
 
     def guesses(self, item: PyTree, role: str) -> str:
-        """Returns suggested arguments for roles without an entry, from leaves with usual names."""
+        """Returns arguments of `Keys` to suggest, from leaves that have usual names of roles."""
         guesses = {role: "..."}
         paths = [tuple(name.split("/")) for name in pytree.leaf_names(item)]
         for each, usual in _USUAL.items():
@@ -158,7 +158,7 @@ class Keys:
         return any(map(functools.partial(within, name), names))
 
     def twin(self, name: str) -> str | None:
-        """Returns the leaf of the observation that a leaf of the next one continues, or None."""
+        """Returns the observation leaf for a leaf of the next observation; None for others."""
         after = path_name(self.next_observation)
         if not within(name, after):
             return None
@@ -232,7 +232,7 @@ def lookup(item: PyTree, path: Path | None) -> Any:
 
 
 def check_ends(spec: PyTree, keys: Keys, is_needed: bool = True) -> None:
-    """Raises if flags of ends are misnamed or no single numbers; if needed, also without any."""
+    """Raises if a done flag is misnamed or not one number; if `is_needed`, also without a flag."""
     # Unless `is_needed`, items may do without flags, but not have them under unknown names.
     for role, name in keys.unnamed(spec).items():
         path = tuple(name.split("/")) if lookup(spec, name) is None else name
@@ -308,7 +308,7 @@ def episode_changes(
 
 
 def ends_of(items: PyTree, keys: Keys, lead: int = 2) -> jax.Array:
-    """Returns True for items that end an episode, as any flag is not zero, bool `[T, E]`."""
+    """Returns True for items that end an episode by their flags, bool `[T, E]`."""
     # `lead` is the number of axes before those of an item.
     _flags(items, keys)
     is_set = lambda flag: (flag != jnp.zeros((), flag.dtype)).reshape(flag.shape[:lead])

@@ -101,7 +101,7 @@ class SampleToInsert:
         return Counters(inserted=jnp.int32(0), balance=jnp.int32(0))
 
     def may_insert(self, counters: Counters, count: jax.Array | int = 1) -> jax.Array:
-        """Returns True if `count` items may be added now, bool `[]`; up to `min_size` always."""
+        """Returns True if `count` items may be added now, bool `[]`; the first `min_size` may."""
         return self.inserted(counters, count).balance <= self._most
 
     def may_sample(self, counters: Counters, count: jax.Array | int = 1) -> jax.Array:

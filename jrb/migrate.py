@@ -126,8 +126,7 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
     """Returns the state of `new` over the rows of a state on the host, which are not copied.
 
     Sampler, unit and transforms learn from all rows, which must have been written once, from slot 0
-    on. `new` must have the capacity, environments and storage of `old`, and its writer equal
-    states.
+    on. `new` must have the capacity, environments and storage of `old`, and the same writer states.
     """
     ring, envs, target = old.ring, old.ring.envs, replay_target(new)
     spec = old.storage.spec(state.storage)
@@ -197,9 +196,9 @@ def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _
 
 
 def _newest_rows(ring: Ring, occupancy: Occupancy, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the slots of the newest rows, of at most `limit` items, and a mask of both `[T, E]`.
+    """Returns the slots of the newest rows, at most `limit` items, and a mask, both `[T, E]`.
 
-    The mask is False where an environment has fewer rows; its slots there hold any other item.
+    The mask is False where an environment has fewer rows; the slot there holds any other item.
     """
     counts = np.broadcast_to(np.asarray(occupancy.rows(ring)), ring.envs)
     row = np.arange(counts.max())[:, None] + counts - counts.max()

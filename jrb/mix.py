@@ -40,8 +40,7 @@ class Mix:
         batch_size: B, for draws that do not pass their own.
         exact: if True, the parts are interleaved: every run of a batch has each buffer's share of
             items, to within one. Use it for batches that are cut into minibatches, as by
-            `reshape(UTD, B // UTD, ...)` in RLPD (Ball et al., 2023). If False, one part follows
-            another.
+            `reshape(UTD, B // UTD, ...)` in RLPD (Ball et al., 2023). If False, they are in order.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -266,7 +265,7 @@ class Mix:
         return list(zip(self.buffers, states, strict=True))
 
     def _counts(self, batch_size: int) -> tuple[int, ...]:
-        """Returns the number of items of a batch from each buffer, a multiple of the shards."""
+        """Returns the number of items of a batch from each buffer, multiples of the shards."""
         if batch_size % self._shards:
             raise ValueError(
                 f"batch_size: expected a multiple of {self._shards}, the number of shards, got "
@@ -310,7 +309,7 @@ def _concatenated(parts: list[Sample]) -> Sample:
 
 @jax.jit
 def _chosen(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
-    """Returns `shares[k]` random rows of each part k, one part after the other; int32 `[K]`."""
+    """Returns `shares[k]` random rows of each part k, in order of k; `shares` is int32 `[K]`."""
     size = parts[0].indices.shape[0]
     place, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(shares, dtype=jnp.int32)
     source = jnp.sum(place[:, None] >= ends[None], axis=1, dtype=jnp.int32)

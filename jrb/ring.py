@@ -60,7 +60,7 @@ class Ring:
         return self.rows * self.envs
 
     def start(self, *shape: int) -> Clock:
-        """Returns the clock of an empty ring: `start()` for all environments, `start(E)` each."""
+        """Returns the clock of an empty ring: `start()`, or `start(E)` with one per environment."""
         zero = jnp.zeros(shape, jnp.int32)
         return Clock(cursor=zero, count=jnp.zeros_like(zero), lap=jnp.zeros(shape, jnp.uint32))
 
@@ -135,8 +135,8 @@ class Ring:
             steps: int `[L]`, the distances, from 1 - R to R - 1; positive ones lead to later rows.
 
         Returns:
-            The slots, int32 `[B, L]`; and uint32 `[B, L]`, modulo 2^32, by how many laps each was
-            written later than the slot it is counted from.
+            The slots, int32 `[B, L]`; and the number of laps by which each was written later than
+            the given slot, uint32 `[B, L]`, modulo 2^32.
         """
         slots, steps = slots[:, None], steps[None]
         later = steps >= 0
@@ -164,7 +164,7 @@ class Ring:
         return lap - ahead.astype(jnp.uint32)
 
     def last_of_equals(self, slots: jax.Array) -> jax.Array:
-        """Returns slots, int32 `[B]`, for a scatter in which the last of equal slots has to win."""
+        """Returns slots, int32 `[B]`, for a scatter in which the last of equal slots must win."""
         # Not needed on the CPU: there a scatter writes in order, so the last one wins anyway.
         return lax.platform_dependent(cpu=lambda: slots, default=lambda: self.distinct(slots))
 
@@ -254,7 +254,7 @@ class Occupancy:
         return self._offset(ring, slots, self.first) < self._of_stream(self.count, slots)
 
     def before(self, ring: Ring, slots: jax.Array) -> jax.Array:
-        """Returns the number of rows before each slot in its environment, int32."""
+        """Returns the number of held rows before each slot in its environment, int32."""
         offset = self._offset(ring, slots, self.first)
         return lax.div(offset, np.int32(ring.envs // self.streams))
 

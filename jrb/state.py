@@ -24,8 +24,8 @@ class BufferState(pytree.State):
 
     Attributes:
         storage: the items. For `DeviceStorage`, a pytree with leaves `[N, ...]`; or, if small
-            leaves are packed into one array, an object that returns leaves by name, with this
-            pytree, a copy, as `.leaves`.
+            leaves are packed into one array, an object with leaves by name, whose `.leaves` is a
+            copy of that pytree.
         writer: the position of the next row; for `RoundRobin` a `jrb.ring.Clock`.
         sampler: the state of the sampler.
         unit: the state of the unit.
@@ -81,19 +81,17 @@ class BufferState(pytree.State):
 class Sample(pytree.State):
     """A sampled batch. B batch size, L window length.
 
-
     Attributes:
         data: the items, leaves `[B, ...]` or `[B, L, ...]`.
         indices: int32 `[B]`, the slots of the anchors.
-        probabilities: float32 `[B]`, the probability with which each anchor was drawn; 0 if nothing
-            was drawn.
+        probabilities: float32 `[B]`, the probability of drawing each anchor; 0 where nothing was
+            drawn.
         weights: float32 `[B]`, importance weights; 1 without priorities, 0 where nothing was drawn.
         mask: bool `[B]` or `[B, L]`, True for real entries, False for padding.
         info: a dict of arrays, which depends on the unit. With a `jrb.Mixture`, `sampler`, int32
             `[B]`, is the number of the sampler that drew each anchor; with `count_draws=True`,
             `draws`, int32 `[B]`, is how often each item was drawn before.
-        stamp: uint32 `[B]`, the generation of each slot, which shows later if it holds another
-            item.
+        stamp: uint32 `[B]`, the generations of the slots, by which overwritten items are noticed.
         origin: a text that identifies the description that drew the sample; not an array. Methods
             refuse samples of another description. None, for samples made by hand or after
             `sample.replace(origin=None)`, switches this check off.
@@ -140,7 +138,7 @@ def origin_of(buffer: "Buffer") -> str:
     Equal descriptions have equal origins, in every process and after pickling. Functions are
     compared by their names: all lambdas that one function makes are equal.
     """
-    # Without the fields that affect neither what is in a slot nor which slots are drawn.
+    # Without the fields that affect neither the content of a slot nor which slots are drawn.
     left_out = ("batch_size", "transforms", "storage", "min_size", "cast")
     names = [field.name for field in dataclasses.fields(buffer) if field.name not in left_out]
     values = tuple(getattr(buffer, name) for name in names)

@@ -243,7 +243,7 @@ def find(tree: Tree, mass: jax.Array) -> jax.Array:
         mass 0 is never returned, unless all have mass 0: then leaf 0 is.
 
     Raises:
-        TypeError: `mass` has no real numbers.
+        TypeError: `mass` is not real numbers.
     """
     mass = checks.real_numbers("sum_tree.find: mass", mass)
     return _find(tree, mass.reshape(-1)).reshape(mass.shape)
@@ -331,7 +331,7 @@ def bounded(tree: Tree, masses: jax.Array, positive: jax.Array | None = None) ->
 
 
 def is_positive(numbers: jax.Array) -> jax.Array:
-    """Returns True for float32 above 0, also below 2^-126, which comparisons may take for 0."""
+    """Returns True for float32 above 0, even below 2^-126, which comparisons may take for 0."""
     return lax.bitcast_convert_type(numbers, jnp.int32) > 0
 
 
@@ -478,7 +478,7 @@ def reduce_rows(tree: Tree, rows: jax.Array) -> jax.Array:
 
 
 def _reduce_above(tree: Tree, node: jax.Array) -> Tree:
-    """Computes again the ancestors of leaves, whose nodes are uint32 `[B]`; ignores other nodes."""
+    """Computes again the ancestors of leaves at nodes, uint32 `[B]`; ignores nodes out of range."""
     # For many leaves, levels near the top that are hardly longer are reduced whole: 1.6 times as
     # fast for 4096 of a million. For few leaves, compiling this would cost more than it gains.
     longest = 2 * node.size if node.size >= _MANY else 0

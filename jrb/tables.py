@@ -165,7 +165,7 @@ def _leaves(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Colu
 
 
 def _plain(dtype: DType) -> np.dtype:
-    """Returns the NumPy dtype that stands in a table for `dtype`, with all its values."""
+    """Returns a NumPy dtype for tables that holds all values of `dtype`."""
     dtype = np.dtype(dtype)
     # 1: a dtype that NumPy itself has, which Arrow and pandas know too.
     if dtype.isbuiltin == 1:

@@ -1,4 +1,4 @@
-"""Several samplers over one storage, with an exact share of every batch for each."""
+"""A sampler that draws an exact share of every batch with each of several samplers."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
@@ -38,13 +38,13 @@ class Mixture(Sampler):
     that drew each entry. Shares of B are rounded by largest remainders, and samplers take turns
     within the batch, so that each part of it has nearly the same shares.
 
-    `probabilities` are those of the sampler that drew the entry. Importance weights are (N
+    `Sample.probabilities` are those of the sampler that drew the entry. Importance weights are (N
     P(i))^-beta for samplers with priorities and 1 for others; they are divided by the largest in
     the batch, unless all samplers with priorities have `normalize=None`. With beta = 1, the
-    weighted mean is then unbiased for each sampler, and so for all. Priorities given to `add`,
-    `set_alpha` and `update_priority` go to all samplers that have priorities; `buffer.priorities`
-    returns those of the first. `jrb.Sharded` takes mixtures with a sampler that consumes, such as a
-    queue, and without priorities: each shard draws for itself.
+    weighted mean is unbiased for each sampler, and so for all. `set_alpha`, `update_priority` and
+    priorities given to `add` reach all samplers with priorities; `buffer.priorities` returns those
+    of the first. `jrb.Sharded` takes a mixture only if one of its samplers consumes, such as a
+    queue, and none has priorities: each shard then draws for itself.
 
     The class of an instance depends on its samplers: it is a `jrb.types.PrioritizedSampler` or an
     `OrderedSampler` if any of them is.
@@ -190,7 +190,7 @@ class Mixture(Sampler):
 def _weights(
     sampler: Sampler, drawn: Draw, anchors: Anchors, beta: jax.Array | float | None
 ) -> jax.Array:
-    """Returns importance weights without a divisor, so that they compare with other samplers'."""
+    """Returns importance weights before any division, so that samplers can be compared."""
     if not (sampler.prioritized and isinstance(sampler, ShardedSampler)):
         return drawn.weights
     # N P(i), as in Schaul et al., section 3.4, with the probability that this sampler drew it.

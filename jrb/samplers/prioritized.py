@@ -348,7 +348,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def rebuild_index(
         self, ring: Ring, state: PrioritizedState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> PrioritizedState:
-        """Keeps the priorities of anchors that remain; new ones get that of new items. O(N)."""
+        """Keeps the priorities of anchors that remain; others get that of new items. Costs O(N)."""
         none, waiting = jnp.full_like(state.raw, _NO_ANCHOR), state.waiting
         is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
         fresh = state.highest if self.new_priority == "max" else self._fixed_priority()
@@ -402,8 +402,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def _set(self, state: PrioritizedState, *sets: tuple[jax.Array, jax.Array]) -> PrioritizedState:
         """Sets priorities at slots, one set after the other.
 
-        Each set is slots, int32 `[K]`, N for padding, and priorities, which are equal for equal
-        slots.
+        Each set is slots, int32 `[K]`, N for padding, and priorities, equal for equal slots.
         """
         sets = tuple(one for one in sets if one[0].size)
         if not sets:

@@ -19,7 +19,7 @@ class EpochState(DrawCounts):
         length: int32 `[]`, the number of anchors at the start of the epoch; 0 to begin a new one.
         position: int32 `[]`, the number of anchors that this pass has drawn.
         passes: int32 `[]`, the number of passes begun in this epoch.
-        left: int32 `[]`, the number of anchors that departed in this epoch, modulo `_turn`.
+        left: int32 `[]`, the anchors that departed in this epoch, modulo the result of `_turn`.
     """
 
     seed: jax.Array

@@ -141,9 +141,9 @@ def draw(
         batch_size: b, the number of items from each shard.
         min_size: the items that all shards together must hold.
         origin: `Sample.origin` of the result.
-        returns: "state" for the states and the sample; "sampler" for the states of samplers and the
-            sample, or "sample" for it alone, outside `jit`, where a compiled function copies what
-            it returns.
+        returns: "state" for the states and the sample. Outside `jit`, where a compiled function
+            copies what it returns, "sampler" for the samplers' states and the sample, or "sample"
+            for it alone.
         states: the states, arrays `[s, ...]`.
         key: the same for all shards.
         beta: the exponent of the importance weights; None for the sampler's.
@@ -188,9 +188,8 @@ def weighted(
     """Returns the draws with probabilities and weights for a draw from all shards together.
 
     With P_i the probability of anchor i among the n anchors of all shards, M_s the mass of its
-    shard and M that of all, its weight is (n P_i)^-beta S M_s / M, as shards draw equally many
-    items, whatever their mass. A shard without mass is masked, and the others get larger weights
-    for it.
+    shard and M that of all, its weight is (n P_i)^-beta S M_s / M, as each shard draws equally many
+    items, whatever its mass. A shard without mass is masked, and the others get larger weights.
 
     Args:
         sampler: the sampler of a shard.

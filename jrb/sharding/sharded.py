@@ -62,15 +62,14 @@ class Sharded:
     leading axis `[S, ...]`, items have all environments, batches are as for one buffer. Results
     depend on S, not on the number of devices D, which divides S: shard s draws with the key
     `jax.random.fold_in(key, s)`. Methods work outside and inside `jit`, and inside a
-    `jax.shard_map` over the axis, where each device passes its part of every argument, and the same
-    key.
+    `jax.shard_map` over the axis, where each device passes its part of every argument and one key.
 
-    Batches have the same distribution as those of a single buffer. Each shard draws B / S of its
-    own anchors; the weights correct for its share of the mass: `(n P_i)^-beta S M_s / M`, with P_i
-    the probability of anchor i among all n, M_s the mass of its shard and M that of all. A mean of
-    `weights * loss` over the batch has the expectation that it has with one buffer. If a shard has
-    nothing to draw, its part of the batch is masked, and the others get larger weights. Samplers
-    that consume do so in each shard separately, and have no weights.
+    A mean of `weights * loss` over a batch has the same expectation as with a single buffer. Each
+    shard draws B / S of its own anchors, and the weights correct for its share of the mass: they
+    are `(n P_i)^-beta S M_s / M`, with P_i the probability of anchor i among all n, M_s the mass of
+    its shard and M that of all. If a shard has nothing to draw, its part of the batch is masked,
+    and the others get larger weights. Samplers that consume do so in each shard separately, and
+    have no weights.
 
     Only `draw` and `sample` communicate between devices: a few numbers of each shard, in one
     `all_gather`, and with `normalize="batch"` one maximum. `jrb.MaxValue` and `jrb.Reservoir` keep
@@ -450,7 +449,7 @@ class Sharded:
         return jax.tree.map(join_leaf, *states.values())
 
     def on_mesh(self, device: Any) -> Self:
-        """Returns the description on the mesh `device`, None for no change; else a TypeError."""
+        """Returns the description with the mesh `device`, or itself for None; else raises."""
         if device is None:
             return self
         if not isinstance(device, jax.sharding.Mesh):

@@ -234,7 +234,7 @@ def _read_shared(
 def next_observation_rows(
     context: Context, state: SharedObservations, slots: jax.Array
 ) -> jax.Array:
-    """Returns the row of the arrays of observations that is each slot's next observation."""
+    """Returns, for each slot, the row of the observation arrays that has its next observation."""
     ring = context.ring
     pointer = gather.read(state.pointer, slots)
     is_newest = context.held.after(ring, slots) <= 0

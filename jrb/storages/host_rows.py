@@ -195,7 +195,7 @@ def _distinct(slots: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]
 class PlainRows(HostRows):
     """Rows that a subclass keeps anywhere, by its methods `write_rows` and `read_rows`.
 
-    The number of the last write to every slot is stored, to refuse reads of rows that are too new.
+    The number of each slot's last write is stored, to refuse reads of newer rows by old states.
     """
 
     def __init__(self, capacity: int, spec: Item) -> None:
@@ -280,7 +280,7 @@ def _on_device(version: Version) -> jax.Array:
 
 
 def view(rows: HostRows, version: int = 0) -> HostView:
-    """Returns the view of these rows for a state with the version of this number."""
+    """Returns the view of `rows` for the state whose version has this number."""
     return HostView(version=jnp.asarray(words(version)), rows=rows)
 
 

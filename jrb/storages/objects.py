@@ -48,8 +48,8 @@ class ListStorage(HostStorage):
     states share their objects: an older state can neither be written to nor draw objects that were
     overwritten since. The unit must be `jrb.Transition()`. `jrb.save` takes None, numbers, strings,
     bytes, arrays, and lists, tuples and dicts with str keys of these, and needs the extra
-    `objects`. Arrays are loaded as NumPy's or JAX's, as they were; objects in several slots are
-    copied.
+    `objects`. Arrays are loaded as they were, NumPy's or JAX's; an object in several slots becomes
+    several.
 
     Attributes:
         collate: a function from a list of B objects to `Sample.data`; None for the list itself.

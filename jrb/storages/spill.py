@@ -37,7 +37,7 @@ class TieredState(pytree.State, HostState):
 
     @property
     def capacity(self) -> int:
-        """N."""
+        """N, the number of slots."""
         return self.view.capacity
 
     @property
@@ -151,7 +151,7 @@ def _uncached(slots: np.ndarray, is_cached: np.ndarray) -> tuple[np.ndarray, np.
     """Returns the slots that are not cached, and their offsets in the batch.
 
     They are padded to few lengths, so that few programs are compiled: 0, an eighth of the batch,
-    and 1.5 times the length before.
+    1.5 times that, and so on.
     """
     flat, offsets = slots.reshape(-1), np.flatnonzero(~is_cached.reshape(-1))
     if not len(offsets):

@@ -291,7 +291,7 @@ class RewardToGo(Transform):
 
 
 def with_leaf(data: Item, path: Path, entry: Any, what: str) -> Any:
-    """Returns the data with `entry` at `path`; makes missing dicts, and raises if one is there."""
+    """Returns the data with `entry` at `path`; makes missing dicts; raises if the path is taken."""
     if lookup(data, path) is not None:
         raise ValueError(f"{what}: expected nothing at '{path_name(path)}', got an entry.")
 

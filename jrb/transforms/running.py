@@ -154,7 +154,8 @@ class RunningNormalize(_Running):
     that is added counts once, even if the writer leaves it out, or it is overwritten, edited or
     emptied later; masked rows do not count. A row of a leaf in which an entry is not finite, or
     beyond 4.6e18 in float32, is left out and counted in `left_out` of the state. Leaves of the next
-    observation use the statistics of the observation. `normalized` is for what an agent acts on.
+    observation use the statistics of the observation. To normalize what an agent acts on, call
+    `normalized`.
 
     Attributes:
         paths: the leaves to normalize; None for the observation.

@@ -199,8 +199,8 @@ class AnchorUpdate:
         departed_from: a function of a rank in the order before the write, int32 `[]`, that returns
             the number of departed anchors with this rank or a higher one, int32 `[]`.
         reordered: bool `[]`, False if the remaining anchors keep their order (new rank = old rank -
-            number of departed anchors before it) and new anchors are appended at the end; True
-            otherwise.
+            number of departed anchors before it) and new anchors are appended at the end; else
+            True.
         consecutive: True if `entered` is a run of slots without gaps and padding.
         expired: a run of slots, oldest first, that are no longer anchors unless they are in
             `entered`; None if all of them are.
@@ -223,8 +223,8 @@ class AnchorUpdate:
     def departed_slots(self, ring: Ring) -> jax.Array:
         """Returns the slots that are no longer anchors unless they are in `entered`, int32 `[M]`.
 
-        Padding is N or more. M is N if more rows can leave than are written; else it is independent
-        of N.
+        Padding is N or more. M is N if more rows can leave than are written; else it does not
+        depend on N.
         """
         # Of a fixed length: the run is cut to `most`, which no write exceeds.
         removed = jnp.zeros(0, jnp.int32) if self.removed is None else self.removed
@@ -244,8 +244,8 @@ class Draw(pytree.State):
         mask: bool `[B]`, False where there was nothing to draw.
         draws: int32 `[B]`, how often each item was drawn before. Samplers leave it None; the engine
             sets it if draws are counted.
-        sampler: int32 `[B]`, the index of the sampler that drew each anchor; None if there is only
-            one.
+        sampler: int32 `[B]`, the index of the sampler that drew each anchor; None for a single
+            sampler.
     """
 
     slots: jax.Array

@@ -225,7 +225,7 @@ class PrioritizedSampler(Sampler):
         Args:
             ring: the ring's shape.
             state: the sampler's state.
-            slots: int32 `[B]`; slots that are no anchors are ignored. Of equal slots, the last one
+            slots: int32 `[B]`; slots that are no anchors are ignored. Of equal slots, the last
                 counts.
             priorities: float32 `[B]`; those that are NaN, infinite or negative are ignored.
             ok: bool `[B]`, False for entries to ignore.

@@ -86,8 +86,7 @@ class Storage(abc.ABC):
         Args:
             context: the buffer's context.
             state: the storage's state.
-            slots: int32 `[B]`, distinct, except that entries of N are skipped; None for all N
-                slots.
+            slots: int32 `[B]`, distinct, except that entries of N are skipped; None for all slots.
             values: leaves `[B, ...]` by name, in the stored dtypes.
         """
         raise TypeError(
@@ -98,7 +97,7 @@ class Storage(abc.ABC):
     def slotted(self, state: PartState) -> Item:
         """Returns arrays `[N or more, ...]` in which row s < N changes only when slot s is written.
 
-        A checkpoint writes only the changed rows of these arrays, and others in full. Default:
+        A checkpoint writes only the changed rows of these arrays, and others in full. By default
         none.
         """
         return ()

@@ -23,7 +23,7 @@ class Transform(abc.ABC):
 
 
 class StatefulTransform(Transform):
-    """A transform that learns from what is written, such as running statistics.
+    """A transform that learns from the items that are written, such as running statistics.
 
     Items are stored unchanged: `apply` gets the newest state in `batch.state`.
     `BufferState.transforms` has the states, in the order of the transforms that have one. Emptying

@@ -25,7 +25,7 @@ from jrb.types.writer import Writer
 
 
 class Unit(abc.ABC):
-    """Decides what is sampled for an anchor, such as a transition, n steps or a sequence.
+    """Decides which data an anchor stands for, such as a transition, n steps or a sequence.
 
     Subclasses must write `max_entry_delay`, `lookback`, `init`, `on_write`, `anchors`, `plan_read`,
     `reduce`, `truncate` and `is_episode_end`; all else has defaults. If `jrb.ReplayBuffer.set`

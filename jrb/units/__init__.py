@@ -1,4 +1,4 @@
-"""Units decide what is sampled for an anchor."""
+"""Units decide which data an anchor stands for."""
 
 from jrb._util.public import PublicNames
 from jrb.units.frame_stack import FrameStack

@@ -43,7 +43,7 @@ def lengths(
 
 
 def mark_newest(context: Context, ended: jax.Array, which: jax.Array) -> jax.Array:
-    """Returns `ended`, bool `[N]`, set also at the newest rows of environments, bool `[E]`."""
+    """Returns `ended`, bool `[N]`, set also at the newest row of each environment in `which`."""
     ring, held = context.ring, context.held
     newest = jnp.where(which & (held.rows(ring) > 0), held.newest(ring), ring.capacity)
     return ended.at[newest].set(True, mode="drop")

@@ -60,8 +60,7 @@ class FrameStack(WrappingUnit):
 
     Leaves of the observation and of the next observation become `[B, k, ...]`, for windows
     `[B, L, k, ...]`, bit for bit as if the environment stacked them. A stack never crosses the
-    beginning of an episode. A row whose stack is not held completely is no anchor, and masked in
-    burn-in.
+    beginning of an episode. A row whose stack is partly lost is no anchor, and masked in burn-in.
 
     Attributes:
         k: the number of frames in a stack.
@@ -107,7 +106,7 @@ class FrameStack(WrappingUnit):
 
     @property
     def max_entry_delay(self) -> int:
-        """The delay of the inner unit plus k - 1 rows, as an anchor departs with its stack."""
+        """The delay of the inner unit plus k - 1 rows, as anchors depart before their row does."""
         return self.k - 1 + (self.unit.max_entry_delay or 0)
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
@@ -231,7 +230,7 @@ class FrameStack(WrappingUnit):
     def is_episode_end(
         self, context: Context, state: FrameStackState, slots: jax.Array
     ) -> jax.Array:
-        """Returns True for ends that the inner unit knows, and rows before a first row."""
+        """Returns True for ends that the inner unit knows, and rows before a new episode."""
         ring, held = context.ring, context.held
         after = ring.slot_after(slots, ring.envs)
         is_newest = held.after(ring, slots) <= 0
@@ -313,8 +312,7 @@ class FrameStack(WrappingUnit):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the slots of stacks that end at `slots`, int32 `[..., k]`, oldest first.
 
-        Also returns True for stacks that are held, `[...]`, and for frames of the episode,
-        `[..., k]`.
+        Also returns True for stacks that are held, `[...]`, and frames in the episode, `[..., k]`.
         """
         ring, held = context.ring, context.held
         back = gather.read(state.back, slots).astype(jnp.int32)

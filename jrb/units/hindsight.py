@@ -125,7 +125,7 @@ class Hindsight(WrappingUnit):
         return (*goals, self.achieved)
 
     def init(self, context: Context, spec: Item) -> HindsightState:
-        """Returns an empty state; raises if goals are missing, or not like what is achieved."""
+        """Returns an empty state; raises if goals are missing, or not like achieved goals."""
         ring, keys = context.ring, context.keys
         check_ends(spec, keys)
         keys.get(spec, "reward")
@@ -231,7 +231,7 @@ class Hindsight(WrappingUnit):
     def _goal_rows(
         self, context: Context, state: HindsightState, slots: jax.Array, words: jax.Array
     ) -> jax.Array:
-        """Returns the slots of random rows whose achievement may become the goal, int32 `[B]`.
+        """Returns the slots of random rows whose achieved goal may replace the goal, int32 `[B]`.
 
         `slots`, int32 `[B]`, are the last rows at which rewards are read.
         """

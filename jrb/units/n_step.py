@@ -102,7 +102,7 @@ class NStep(Unit):
 
     @property
     def max_entry_delay(self) -> int:
-        """n - 1 if strict: where an episode ends, rows enter before older ones of others."""
+        """If strict, n - 1: where an episode ends, rows enter before older ones of others."""
         return self.n - 1 if self.strict else 0
 
     @property

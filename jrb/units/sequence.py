@@ -78,7 +78,7 @@ class Sequence(Unit):
     Attributes:
         length: L, the number of rows in a window without burn-in.
         burn_in: the number of rows read before the anchor, to warm up a recurrent state. Rows
-            before the episode's first row, or before the oldest row held, are masked and repeat it.
+            before the first row of the episode or of the ring are masked and repeat that row.
         sample_by: what `Uniform` draws with equal probability. "windows": every anchor. "episodes":
             every episode with an anchor, the running one included; then every anchor in it.
             "whole_episodes": every complete episode whose first row is held. The window is then the
@@ -93,8 +93,7 @@ class Sequence(Unit):
         stride: only the rows 0, stride, 2 * stride, ... are anchors, counted from the first row of
             the episode or, with `cross_episodes`, of the environment; if a rebuilt buffer lacks
             that row, from the first row known. With stride < L, windows overlap by L - stride rows.
-            A ring of fewer than L + stride - 1 rows ignores the stride, as it could be without an
-            anchor.
+            Ignored in a ring of fewer than L + stride - 1 rows, which could be without an anchor.
         cross_episodes: if True, windows continue in the next episode of the environment: a row is
             an anchor once L rows from it on are written. Items then need no done flag; without one,
             `is_first` shows where `truncate` was called.
@@ -183,7 +182,7 @@ class Sequence(Unit):
 
     @property
     def row_steps(self) -> np.ndarray:
-        """The rows from the anchor to those of burn-in, which are negative, and of the window."""
+        """The rows from the anchor to each row: negative in burn-in, then 0 to L - 1."""
         return np.arange(-self.burn_in, self.length, dtype=np.int32)
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
@@ -302,8 +301,8 @@ class Sequence(Unit):
     def episode_step(self, state: SequenceState, slots: jax.Array) -> jax.Array:
         """Returns the number of rows before each slot in its episode; at most 1 without a stride.
 
-        If a stride crosses episodes: 0 or less for first rows, and equal to `phase` modulo the
-        stride.
+        If a stride crosses episodes, the number is 0 or less for first rows, and equals `phase`
+        modulo the stride.
         """
         return state.before[slots].astype(jnp.int32)
 

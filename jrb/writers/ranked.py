@@ -92,8 +92,8 @@ class MaxValue(OneByOne):
     """Keeps the N items with the highest ranks, in no order of time.
 
     A full buffer takes an item if its rank is above the lowest one held, and overwrites the item of
-    that rank; of equal ranks, the old items stay. An item of rank NaN is never taken. O(log N)
-    each.
+    that rank; of equal ranks, the old items stay. An item whose rank is NaN is never taken. Costs
+    O(log N) per item.
 
     Attributes:
         key: the path to the rank, real numbers of at most 32 bits that float32 holds exactly, such
