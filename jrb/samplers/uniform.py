@@ -90,8 +90,8 @@ class Newest(EvenSampler, OrderedSampler):
     emphasize recent experience, alone or in a `jrb.Mixture` with `jrb.Uniform()`.
 
     Attributes:
-        fraction: the part of all anchors, above 0 and at most 1, as a quotient of numbers below
-            2^16.
+        fraction: the part of all anchors, above 0 and at most 1; it is rounded to the nearest
+            quotient of two integers below 2^16.
         count: the number of newest anchors, at least 1; in place of `fraction`.
         count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
 

@@ -60,7 +60,7 @@ def each(
         part: the description of one shard.
         method: the method, called with `part`, a state, `options`, and arguments.
         options: hashable arguments.
-        cuts: the cut of each argument.
+        cuts: for each argument, the axis that is cut over shards.
         splits: True if arguments are for all shards of this device, and must be split.
         returns_items: False to leave items out of the result, if the method does not change them:
             outside `jit`, a compiled function copies what it returns.

@@ -151,8 +151,8 @@ def run(
         layout: the devices of the shards.
         body: the function; equal calls must pass the same one, as programs are cached by it.
         static: hashable arguments.
-        cuts: the cut of each array.
-        out: the cut of the result.
+        cuts: for each array, the axis that is cut over shards.
+        out: the axis of the result that is cut over shards.
         arrays: the array arguments, pytrees or None.
     """
     if layout.is_inside():

@@ -27,7 +27,7 @@ class _ShardedMethod(NamedTuple):
     """Describes how a method of a buffer is called for its shards.
 
     Attributes:
-        out: the cut of the result.
+        out: the axis of the result that is cut over shards.
         changes: "items" if it writes items; "index" if it changes other arrays only; "" if none.
         per_env: True if arguments have an axis of environments; without one, all shards share them.
     """
@@ -469,8 +469,8 @@ class Sharded:
     ) -> Any:
         """Calls a method of the buffer in each shard.
 
-        `pairs` are the array arguments, each with its cut; `options` are other arguments. If
-        `splits` is False, arrays have an axis of shards already.
+        `pairs` are the array arguments, each with its axis that is cut over shards; `options` are
+        other arguments. If `splits` is False, arrays have an axis of shards already.
         """
         self._check_state(state)
         method, returns_items = _METHODS[name], True

@@ -337,10 +337,10 @@ def _make_room(
     is_written: jax.Array,
     differs: jax.Array,
 ) -> tuple[SharedObservations, jax.Array]:
-    """Removes rows that the new one, at `start`, overwrites, or whose pool entries it needs.
+    """Frees what the new row, which begins at `start`, needs: its slots and entries of the pool.
 
-    Each environment that `differs`, bool `[E]`, needs an entry. Returns the state, and the number
-    of rows that are still held.
+    Each environment that `differs`, bool `[E]`, needs an entry; the oldest rows are removed until
+    there are enough. Returns the state, and the number of rows that are still held.
     """
     room = state.owner.size
     first = jnp.arange(min(3 * ring.envs, room), dtype=jnp.int32)

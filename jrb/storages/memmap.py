@@ -180,7 +180,8 @@ class MemmapStorage(StoreArrays):
     overwritten since (`jrb.StaleError`). `jrb.save` to the path is a commit, which writes only what
     changed. `jrb.load` of the path returns the last commit, after a crash too, as committed rows
     are not overwritten. Only if more rows are written between two commits than there are spare
-    rows, the oldest committed rows are; a crash then loses these, with a `jrb.LostWarning`.
+    rows, the oldest committed rows are overwritten; after a crash, `jrb.load` then returns the
+    commit without them, with a `jrb.LostWarning`.
 
     One process may write. Any number of others may load the path, and read the rows of the commit
     that they loaded until these are overwritten (`jrb.StaleError`). If a mapped file is truncated

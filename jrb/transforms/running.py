@@ -48,7 +48,7 @@ class Moments(pytree.State):
         return cls(count=jnp.zeros((), jnp.uint32), left_out=jnp.zeros((), jnp.uint32), **zeros)
 
     def extended(self, numbers: jax.Array, real: jax.Array) -> "Moments":
-        """Returns the moments of all earlier numbers and of those that are `real`.
+        """Returns the moments of all earlier numbers and of rows in `numbers` that are `real`.
 
         Args:
             numbers: `[K, ...]`; a row with an entry that cannot be counted is left out.

@@ -62,8 +62,8 @@ class WritePlan:
         written: bool `[T]` or `[T, E]`, False for masked rows; True also for rows that later rows
             of the same call overwrite.
         passed: int32 `[T]` or `[T, E]`, the number of written rows up to and including each row.
-        expired: int32 `[]` or `[E]`, the number of oldest rows that leave the buffer, counted from
-            the oldest row held before; rows of this call can leave too.
+        expired: int32 `[]` or `[E]`, the number of rows that leave the buffer by this write, oldest
+            first. If more rows are written than the ring has, some of these leave too.
         consecutive: True only if a single unmasked row is written, T = 1. Its slots follow one
             another, so a storage can write a slice.
         bounded: True if at most as many rows leave as are written.
@@ -133,7 +133,9 @@ class WritePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Anchors:
-    """The slots that a sampler may draw, by rank; with one clock, ranks follow the order of entry.
+    """The slots that a sampler may draw, which it finds by their ranks.
+
+    If all environments share a clock, ranks follow the order in which anchors entered.
 
     Attributes:
         count: int32 `[]`, the number of ranks.
@@ -202,10 +204,10 @@ class AnchorUpdate:
             number of departed anchors before it) and new anchors are appended at the end; else
             True.
         consecutive: True if `entered` is a run of slots without gaps and padding.
-        expired: a run of slots, oldest first, that are no longer anchors unless they are in
-            `entered`; None if all of them are.
+        expired: a run of slots whose anchors departed, oldest first; some may be in `entered` too.
+            None if all of them are.
         most: an upper bound of the number of slots in `expired`; None for N.
-        removed: int32 `[M]`, further slots that are no longer anchors; N or more for padding.
+        removed: int32 `[M]`, further slots whose anchors departed; N or more for padding.
         incoming: the slots that were written and their priorities; None if nothing was written.
     """
 
@@ -221,7 +223,7 @@ class AnchorUpdate:
     incoming: IncomingPriorities | None = None
 
     def departed_slots(self, ring: Ring) -> jax.Array:
-        """Returns the slots that are no longer anchors unless they are in `entered`, int32 `[M]`.
+        """Returns the slots whose anchors departed, int32 `[M]`; some may be in `entered` too.
 
         Padding is N or more. M is N if more rows can leave than are written; else it does not
         depend on N.

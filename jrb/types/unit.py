@@ -180,7 +180,7 @@ class Unit(abc.ABC):
         )
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """Returns the state of the emptied buffer; writes to arrays wait for `token`, a zero.
+        """Returns the state of the emptied buffer. Writes to arrays must wait for `token`, a zero.
 
         By default sets `cursor()` and `tally()` fields to 0 (`jrb.authoring.emptied`), and raises
         MissingMethodError if the state has other arrays, for which there is no default.

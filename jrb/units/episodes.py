@@ -95,9 +95,10 @@ def steps_back(context: Context, ended: jax.Array | None, slots: jax.Array, most
 class EpisodeTable(pytree.State):
     """The episodes with at least `enough` held rows, of each environment from old to new.
 
-    All functions on a table take the same `enough`. If `whole` episodes are anchors, these are the
-    complete ones whose first row is held. The table has room for M episodes of each environment.
-    Times count rows since the start, modulo 2^32.
+    All functions on a table take the same `enough`. Every episode in the table is an anchor; or, if
+    `whole`, only complete episodes whose first row is held. The table has room for M episodes of
+    each environment. A time is the number of a row in its environment, counted from the first row
+    written, modulo 2^32.
 
     Attributes:
         first: uint32 `[M, E]`, the time of the episode's first row.

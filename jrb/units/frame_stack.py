@@ -242,7 +242,9 @@ class FrameStack(WrappingUnit):
     def episode_step(self, state: FrameStackState, slots: jax.Array) -> jax.Array | None:
         """Returns the number of rows before each slot in its episode, as far as a unit counts.
 
-        Below k - 1 this unit's number is exact, while windows across episodes count their stride.
+        This unit counts only up to k - 1. At this limit, the inner unit's number is returned if it
+        is greater. Below it, this unit's number is right, while windows across episodes count their
+        stride.
         """
         # This unit counts up to k - 1 rows; beyond, the inner one may know more.
         own, inner = state.rows_before(slots), self.unit.episode_step(state.unit, slots)
@@ -272,7 +274,7 @@ class FrameStack(WrappingUnit):
     ) -> ReadPlan:
         """Reads k frames for each row at which the inner unit reads an observation.
 
-        Next observations are read once; the frames before them are observations.
+        Of a next observation, only the last frame is read; the frames before it are observations.
         """
         keys = context.keys
         inner = self.unit.plan_read(context, state.unit, slots, mask, key)
