@@ -1,7 +1,8 @@
 """Functions for writing parts and dataset formats of your own.
 
 For parts: reads and writes that stay in place, ends of episodes, anchors. For formats: checks of
-arguments, paths and optional libraries, limits for files that declare more than they store, texts.
+arguments, paths and optional libraries, limits for files that declare more data than they store,
+and helpers for tables and error messages.
 
 N capacity, E environments, T time, B batch.
 """

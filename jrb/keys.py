@@ -120,9 +120,10 @@ class Keys:
         return functools.reduce(operator.or_, own + all_agents)
 
     def unnamed(self, item: PyTree) -> dict[str, str]:
-        """Returns entries with the usual name of a role that has no entry at its path, by role.
+        """Returns, by role, entries that have a usual name of the role but are not named here.
 
-        Only entries at the top, or in a container that holds a part named here, are considered.
+        Only roles without an entry at their path count; and only entries at the top of the item, or
+        in a container that holds a part named here.
         """
         paths = [getattr(self, field.name) for field in dataclasses.fields(self)]
         # Elsewhere a leaf called `done` may be anything, such as a part of the observation.

@@ -198,7 +198,8 @@ def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _
 def _newest_rows(ring: Ring, occupancy: Occupancy, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the slots of the newest rows, at most `limit` items, and a mask, both `[T, E]`.
 
-    The mask is False where an environment has fewer rows; the slot there holds any other item.
+    The mask is False where an environment has fewer rows; some slot that holds an item stands
+    there.
     """
     counts = np.broadcast_to(np.asarray(occupancy.rows(ring)), ring.envs)
     row = np.arange(counts.max())[:, None] + counts - counts.max()
