@@ -1,1 +1,1 @@
-"""The verbs, which let the parts of a buffer work together, and arrays of rows."""
+"""The methods of a buffer as compiled steps, and the arrays that hold its items."""

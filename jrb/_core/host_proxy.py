@@ -1,4 +1,4 @@
-"""The stand-in for a storage on the host in the jitted parts of a verb."""
+"""Stand-ins for storages on the host, used in the compiled parts of a method."""
 
 import abc
 import dataclasses
@@ -18,11 +18,11 @@ from jrb.types.messages import PartState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UniqueSlots:
-    """The slots at which each leaf is read. Mostly, many leaves are read at the same ones.
+    """The positions at which leaves are read, stored once for leaves that share their slots.
 
     Attributes:
-        values: what `locate` gave, once for each array of slots.
-        index: for each leaf, the number of its entry in `values`.
+        values: the result of `locate` for each distinct array of slots.
+        index: for each leaf, the index of its entry in `values`.
     """
 
     values: list[Any]
@@ -30,31 +30,31 @@ class UniqueSlots:
 
     @classmethod
     def of(cls, slots: list[jax.Array], locate: Callable[[jax.Array], Any]) -> Self:
-        """Calls `locate` once for each of the arrays, of which one may stand for many leaves."""
+        """Calls `locate` once for each distinct array in `slots`, which has one array per leaf."""
         unique = {id(array): array for array in slots}
         numbers = {key: number for number, key in enumerate(unique)}
         index = tuple(numbers[id(array)] for array in slots)
         return cls([locate(array) for array in unique.values()], index)
 
     def each(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Returns `function` of the value of each leaf, called once for each value."""
+        """Returns `function(value)` for each leaf, with one call per distinct value."""
         results = [function(value) for value in self.values]
         return [results[number] for number in self.index]
 
 
 class DeviceProxy(Storage):
-    """Says where it would write, and reads what it is given.
+    """Stands for a storage on the host in compiled code, which cannot reach the host's rows.
 
-    `write` returns its plan in place of a state. `read` returns the state itself: what was fetched.
+    `write` returns a plan in place of a state. `read` returns its state: the fetched items.
     """
 
     @abc.abstractmethod
     def locate(self, context: Context, state: PartState, where: list[jax.Array]) -> UniqueSlots:
-        """Returns where each leaf is read, from the slots at which it is."""
+        """Returns the positions at which each leaf is read; `where` has the slots of each leaf."""
 
     @abc.abstractmethod
     def planned(self, plan: Any) -> tuple[jax.Array, Any]:
-        """Splits what `write` returned into the slots, int32 `[T, E]`, and the state."""
+        """Splits the plan from `write` into the slots, int32 `[T, E]`, and the proxy's state."""
 
     def slots_of(self, plan: Any) -> Any:
         return plan
@@ -65,9 +65,9 @@ class DeviceProxy(Storage):
 
 @pytree.component
 class HostStorageProxy(DeviceProxy):
-    """The stand-in for a storage that has nothing on the device: it returns the slots it is given.
+    """Stands for a storage that keeps nothing on the device: positions are slots, as given.
 
-    Its state is None, or what was fetched from the host.
+    Its state is None, or the items that were fetched from the host.
     """
 
     def init(self, context: Context, spec: Item) -> None:
@@ -99,19 +99,19 @@ class HostStorageProxy(DeviceProxy):
 
 @functools.lru_cache(maxsize=64)
 def for_device(buffer: Buffer) -> Any:
-    """Returns the buffer as its jitted parts know it, without items that are on the host."""
+    """Returns the description for compiled parts: `storage.device_part` replaces the storage."""
     storage = buffer.storage
     transforms = () if storage.of_objects else buffer.transforms
     return dataclasses.replace(buffer, storage=storage.device_part, transforms=transforms)
 
 
 def on_device(buffer: Buffer, state: BufferState) -> Any:
-    """Returns a state as jitted parts know it."""
+    """Returns the state for compiled parts: `storage.device_state` replaces the items."""
     return state.replace(storage=buffer.storage.device_state(state.storage))
 
 
 @functools.lru_cache(maxsize=64)
 def without_items(buffer: Buffer) -> Any:
-    """Returns the buffer for verbs that leave items as they are: returned, they would be copied."""
+    """Returns the description for methods that leave items alone: as results, these are copied."""
     learning = tuple(transforming.learning(buffer.transforms))
     return dataclasses.replace(buffer, storage=HostStorageProxy(), transforms=learning)

@@ -2,12 +2,12 @@
 
 N capacity, W the elements of the leaves in one packed array, T time, E environments, R = N / E.
 
-A draw of items with many leaves would need a gather for each, and an add a write. So the small
-leaves whose elements are of one size are stored, bit for bit, as unsigned integers in one array
-`[N, W]`, or `[E, R, W]` (see `RowOrder`). The other leaves are in columns of their own, `[N, ...]`,
-in the order of slots. So are rewards and the flags of ends of episodes: units read these in many
-rows where they read nothing else, which takes a half or a third of the time if they are close
-together. `jrb/_xla/README.md` has the measurements.
+With one array per leaf, a draw would need a gather for each leaf, and an add a write for each. So
+small leaves with elements of one size are stored, bit for bit, as unsigned integers in one array
+`[N, W]`, or `[E, R, W]` (see `RowOrder`). Each other leaf has a column `[N, ...]` in the order of
+slots. Rewards and end-of-episode flags always have columns: units read them alone, in many rows,
+which takes a half or a third of the time if their values are adjacent. `jrb/_xla/README.md` has the
+measurements.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ from jrb.keys import Keys, path_name, within
 from jrb.types import AuxRead, Item, SlotsForLeaf, WritePlan
 from jrb.types.messages import PartState, put_rows
 
-_MAX_BYTES = 1024  # of an item's leaf that is packed
-_NARROW_BYTES = 32  # of one that is read together with others: to cut wider ones apart costs more
-# Elements that are read together, and a few more. XLA's CPU compiler copies rows of 49 to 75 one
-# element after the other: a cycle with rows of 63 takes 1.3 to 1.9 times as long.
+_MAX_BYTES = 1024  # the largest leaf of an item that is packed
+_NARROW_BYTES = 32  # the largest leaf that shares a gather: splitting off larger ones costs more
+# About how many elements one gather reads of a row. XLA's CPU compiler copies rows of 49 to 75 one
+# element at a time: an add and a sample with rows of 63 take 1.3 to 1.9 times as long.
 _PIECE = 40
 
 # Small dtypes. XLA's CPU compiler computes on floats of 8 bits, bfloat16, and integers of fewer
@@ -43,11 +43,11 @@ _PIECE = 40
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SmallColumn:
-    """A column of a small dtype. It can be looked at like the array that it stands for.
+    """A column of a small dtype, stored as integers. It can be indexed like an array of the dtype.
 
     Attributes:
-        words: `[N, ...]`, integers.
-        dtype: the leaf's own; no array.
+        words: integers `[N, ...]` with the bits of the values.
+        dtype: the dtype of the leaf; static.
     """
 
     words: Any
@@ -69,18 +69,18 @@ Column = Any
 
 
 def is_column(thing: Any) -> bool:
-    """Returns if it is a `SmallColumn`, for `jax.tree.map(..., is_leaf=is_column)`."""
+    """Returns True for a `SmallColumn`; for use in `jax.tree.map(..., is_leaf=is_column)`."""
     return isinstance(thing, SmallColumn)
 
 
 def is_small(dtype: DType) -> bool:
-    """Returns if XLA's CPU compiler computes on such a dtype in a wider one."""
+    """Returns True if XLA's CPU compiler computes on values of this dtype in a wider one."""
     extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return not extended and np.dtype(dtype).isbuiltin == 2  # one that was added to NumPy's own
+    return not extended and np.dtype(dtype).isbuiltin == 2  # 2: registered by another library
 
 
 def word_dtype(dtype: DType) -> np.dtype:
-    """Returns the dtype of an array that stores leaves of this dtype, which is not one of keys."""
+    """Returns the dtype of the array that stores values of this dtype; PRNG keys have none."""
     if not is_small(dtype):
         return np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
@@ -89,7 +89,7 @@ def word_dtype(dtype: DType) -> np.dtype:
 
 
 def to_words(values: PyTree) -> Any:
-    """Returns an array as it is stored."""
+    """Returns the array that stores these values: of a small dtype, their bits as integers."""
     if not is_small(values.dtype):
         return values
     values = jnp.asarray(values)
@@ -100,7 +100,7 @@ def to_words(values: PyTree) -> Any:
 
 
 def from_words(words: Any, dtype: DType) -> jax.Array:
-    """Returns an array of this dtype, from one as it is stored."""
+    """Returns the values of this dtype that an array stores; the inverse of `to_words`."""
     if not is_small(dtype):
         return words
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -110,7 +110,7 @@ def from_words(words: Any, dtype: DType) -> jax.Array:
 
 
 def zeros_column(count: int, spec: Item) -> Column:
-    """Makes the column of `count` items of a leaf."""
+    """Returns a column of zeros for `count` items of a leaf with this spec."""
     shape = (count, *spec.shape)
     if not is_small(spec.dtype):
         return jnp.zeros(shape, spec.dtype)
@@ -126,19 +126,19 @@ def with_array(column: Column, array: Any) -> Column:
 
 
 def put_column(column: Column, plan: WritePlan, words: jax.Array) -> Column:
-    """Puts rows `[T, E, ...]`, as they are stored, at the slots of a write."""
+    """Writes rows `[T, E, ...]`, given as stored words, at the slots of a plan."""
     return with_array(column, put_rows(stored_array(column), plan, lax.stop_gradient(words)))
 
 
 def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Puts blocks `[K, W, ...]` from `starts`, int32 `[K]`, on; none beyond the array's end."""
+    """Writes block k of `[K, W, ...]` to W rows from `starts[k]` on; drops rows past the end."""
     # Tried on the CPU: a loop of slices, with a rule for vmap. No faster for frames of 84 x 84.
     at = starts[:, None] + jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
     return array.at[at].set(blocks, mode="drop")
 
 
 def edit_column(column: Column, slots: jax.Array | None, values: jax.Array) -> Column:
-    """Puts items `[B, ...]` at slots, int32 `[B]`, distinct but for N; or, for None, at all N."""
+    """Writes values `[B, ...]` at distinct slots, int32 `[B]`; drops slot N. None: all slots."""
     words, whole = lax.stop_gradient(to_words(values)), stored_array(column)
     if slots is None and words.shape == whole.shape:
         return with_array(column, words)
@@ -148,14 +148,14 @@ def edit_column(column: Column, slots: jax.Array | None, values: jax.Array) -> C
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """The order of the rows of a packed array: that of slots, or one environment after another.
+    """The order of the rows of a packed array: by slot, or grouped by environment.
 
-    Slot s is row s // E of environment s % E. Rows that follow one another in time are E rows apart
-    in the order of slots, and next to each other environment by environment. Only this class knows:
-    elsewhere rows are named by their slots.
+    Slot s is row s // E of environment s % E. Successive rows of an environment are E rows apart in
+    an array by slot, and adjacent in an array grouped by environment. Only this class knows the
+    order; all other code identifies rows by their slots.
 
     Attributes:
-        envs: E of arrays `[E, R, W]`; None for arrays `[N, W]` in the order of slots.
+        envs: E, for arrays `[E, R, W]` grouped by environment; None for arrays `[N, W]` by slot.
     """
 
     envs: int | None = None
@@ -165,7 +165,7 @@ class RowOrder:
         return 1 if self.envs is None else 2
 
     def places(self, numbers: np.ndarray, capacity: int) -> np.ndarray:
-        """Returns where rows are, by their numbers: slot s of buffer v has number v * N + s."""
+        """Returns positions of rows in the array; row number v * N + s is slot s of buffer v."""
         if self.envs is None:
             return numbers
         buffer, slots = np.divmod(numbers, capacity)
@@ -180,8 +180,8 @@ class RowOrder:
         return words.swapaxes(-3, -2).reshape(*batch, envs * num_rows, width)
 
     def index(self, slots: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the indices of slots, of which none is negative; N is outside."""
-        slots = slots.astype(jnp.uint32)  # XLA then handles no negative indices
+        """Returns index arrays for slots of at least 0; slot N gives an index out of range."""
+        slots = slots.astype(jnp.uint32)  # so that XLA adds no code for negative indices
         if self.envs is None:
             return (slots,)
         return lax.rem(slots, np.uint32(self.envs)), lax.div(slots, np.uint32(self.envs))
@@ -189,7 +189,7 @@ class RowOrder:
     def put(self, array: jax.Array, plan: WritePlan, words: jax.Array) -> jax.Array:
         """Puts rows `[T, E, W]` at the slots of a write (see `put_rows`)."""
         if plan.consecutive:
-            # Signed: under `vmap` JAX 0.5 writes nothing where such an index has no sign.
+            # Signed: under `vmap` JAX 0.5 writes nothing if this index is unsigned.
             start = self.index(plan.starts[0])[-1].astype(jnp.int32)
             block = words[0] if self.envs is None else words[0][:, None]
             return lax.dynamic_update_slice_in_dim(array, block, start, axis=self.axes - 1)
@@ -199,7 +199,7 @@ class RowOrder:
     def edit(
         self, array: jax.Array, slots: jax.Array | None, part: slice, words: jax.Array
     ) -> jax.Array:
-        """Sets a part of the rows at slots, int32 `[B]`, without those of N; None for all N."""
+        """Sets elements `part` of the rows at slots, int32 `[B]`; drops slot N. None: all rows."""
         if slots is not None:
             return array.at[(*self.index(slots), part)].set(words, mode="drop")
         if self.envs is not None:
@@ -207,9 +207,9 @@ class RowOrder:
         return array.at[..., part].set(words)
 
     def get(self, array: jax.Array, slots: jax.Array, start: int, stop: int) -> jax.Array:
-        """Returns some elements of the rows at slots `[...]`, all in range: `[..., stop - start]`.
+        """Returns elements start to stop of the rows at slots `[...]`, which must be in range.
 
-        Called in `gather.read_each`.
+        Called in `gather.read_each`, which runs it exactly once.
         """
         at, axes = self.index(slots), tuple(range(self.axes))
         if stop - start == array.shape[-1]:
@@ -224,13 +224,13 @@ class RowOrder:
 
 @dataclasses.dataclass(frozen=True)
 class LeafSlice:
-    """The position of a packed leaf.
+    """The position of a leaf in the rows of a packed array.
 
     Attributes:
-        words: the name of the array, the dtype of its elements.
-        start: the leaf's first element in a row of the array.
-        shape: of an item's leaf.
-        dtype: the leaf's own.
+        words: the name of the array, which is the dtype of its elements.
+        start: the index of the leaf's first element in a row.
+        shape: the shape of the leaf in one item.
+        dtype: the dtype of the leaf.
     """
 
     words: str
@@ -244,11 +244,11 @@ class LeafSlice:
 
     @property
     def is_narrow(self) -> bool:
-        """True if the leaf is read together with others."""
+        """True if the leaf is so small that it shares a gather with others."""
         return math.prod(self.shape) * np.dtype(self.words).itemsize <= _NARROW_BYTES
 
     def of_rows(self, words: Any, first: int = 0) -> jax.Array:
-        """Returns the leaf, `[..., *shape]`, of rows `[..., W]` from their element `first` on."""
+        """Returns the leaf, `[..., *shape]`; `words` has the elements of rows from `first` on."""
         flat = words[..., self.start - first : self.stop - first]
         flat, dtype = flat.reshape(*words.shape[:-1], *self.shape), word_dtype(self.dtype)
         return from_words(flat if flat.dtype == dtype else _cast(flat, dtype), self.dtype)
@@ -260,7 +260,7 @@ class LeafSlice:
 
 
 def _cast(values: Any, dtype: DType) -> jax.Array:
-    """Returns the same bits as another dtype of the same size; flags as numbers, and back."""
+    """Returns the same bits as another dtype of that size; bool becomes 0 and 1, and back."""
     if dtype == np.bool_:
         return values != 0
     if values.dtype == np.bool_:
@@ -275,12 +275,12 @@ def _as_words(values: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
-    """The layout of items of which some leaves are packed.
+    """The layout of items in packed arrays and columns.
 
     Attributes:
-        structure: of the items.
+        structure: the tree structure of an item.
         entries: for each leaf its slice of a packed array, or the name of its column.
-        order: of the rows of packed arrays.
+        order: the order of rows in packed arrays.
     """
 
     structure: Any
@@ -289,15 +289,15 @@ class PackedLayout:
 
 
 class PackedLeaves(pytree.State):
-    """Items of which some leaves are packed. They can be looked at as if they were not.
+    """The items of a buffer, with small leaves in packed arrays. Leaves can be read by name.
 
     `state["next"]["reward"]`, or `state.next.reward` for items with attributes, is a copy of that
-    leaf as an array `[N, ...]`; if the leaf has a column of its own, the column.
+    leaf as an array `[N, ...]`, or the column of a leaf that is not packed.
 
     Attributes:
-        columns: of the other leaves, by their names.
-        arrays: `[N, W]`, or `[E, R, W]`, by the names of their dtypes.
-        layout: of the leaves; no array.
+        columns: the columns of leaves that are not packed, by leaf name.
+        arrays: the packed arrays, `[N, W]` or `[E, R, W]`, by dtype name.
+        layout: the positions of all leaves; static.
     """
 
     columns: dict[str, Any]
@@ -310,14 +310,14 @@ class PackedLeaves(pytree.State):
 
     @property
     def places(self) -> Any:
-        """The pytree of the items, with columns, and `LeafSlice`s for packed leaves."""
+        """A pytree like an item, with the `LeafSlice` of each packed leaf, or the leaf's column."""
         entries = self.layout.entries
         each = [it if isinstance(it, LeafSlice) else self.columns[it] for it in entries]
         return jax.tree.unflatten(self.layout.structure, each)
 
     @property
     def leaves(self) -> Any:
-        """All leaves, a pytree like the items."""
+        """All leaves as arrays `[N, ...]`, in a pytree like an item."""
         return self._unpacked(self.places)
 
     def _unpacked(self, places: Any) -> Any:
@@ -330,7 +330,7 @@ class PackedLeaves(pytree.State):
         return jax.tree.map(leaf, places, is_leaf=is_column)
 
     def shown(self) -> Any:
-        """Returns the pytree of the items, with columns, and specs for packed leaves."""
+        """Returns a pytree like an item, with a spec for each packed leaf, or the leaf's column."""
         names = {it.words if isinstance(it, LeafSlice) else it for it in self.layout.entries}
         are_arrays = all(map(pytree.is_array, self.arrays.values()))
         if not are_arrays or names - self.arrays.keys() - self.columns.keys():
@@ -357,21 +357,21 @@ class PackedLeaves(pytree.State):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("columns", "arrays", "layout", "order", "places"):
             raise AttributeError(name)
-        getattr(self.places, name)  # raises where items have no such thing
+        getattr(self.places, name)  # raises if items have no such attribute
         return getattr(self.leaves, name)
 
 
 def zeros(count: int, spec: Item, keys: Keys, order: RowOrder) -> Any:
-    """Makes arrays for `count` items; a plain pytree of columns where no leaves can be packed."""
+    """Returns arrays of zeros for `count` items; a plain pytree of columns if no leaf is packed."""
     leaves, names = jax.tree.leaves(spec), pytree.unique_names(spec)
-    groups: dict[str, list[int]] = {}  # of the leaves by the dtype of their words
+    groups: dict[str, list[int]] = {}  # indices of leaves, by the dtype of their words
     roles = (keys.reward, keys.done, keys.terminated, keys.truncated, keys.episode)
     for number, (name, leaf) in enumerate(zip(pytree.leaf_names(spec), leaves, strict=True)):
         is_read_alone = any(role is not None and within(name, path_name(role)) for role in roles)
         if is_read_alone or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             continue
         words = word_dtype(leaf.dtype)
-        if words.itemsize <= 4:  # those of 8 bytes as they are: TPUs cannot cast floats to integers
+        if words.itemsize <= 4:  # TPUs cannot bitcast floats of 8 bytes to integers
             words = np.dtype(f"uint{8 * words.itemsize}")
         if 0 < leaf.size * words.itemsize <= _MAX_BYTES:
             groups.setdefault(words.name, []).append(number)
@@ -385,7 +385,7 @@ def zeros(count: int, spec: Item, keys: Keys, order: RowOrder) -> Any:
         ]
         start = 0
         pairs = zip(numbers, slices, strict=True)
-        # Narrow leaves first: they are next to each other, and one gather reads them all.
+        # Narrow leaves come first, next to each other, so that they can share gathers.
         for number, place in sorted(pairs, key=lambda pair: not pair[1].is_narrow):
             entries[number] = place = dataclasses.replace(place, start=start)
             start = place.stop
@@ -410,7 +410,7 @@ def _entries(state: PartState) -> tuple[list[str], list[Any]]:
 
 
 def _changed(state: PartState, entries: list[Any], arrays: dict[str, Any]) -> Any:
-    """Returns the state with other columns and arrays; the slices among `entries` stay."""
+    """Returns the state with these arrays, and the columns among `entries`, one entry per leaf."""
     if not isinstance(state, PackedLeaves):
         return jax.tree.unflatten(jax.tree.structure(state, is_leaf=is_column), entries)
     pairs = zip(state.layout.entries, entries, strict=True)
@@ -428,8 +428,8 @@ def spec(state: PartState) -> Item:
 
 
 def put(state: PartState, plan: WritePlan, items: Item) -> tuple[Any, WritePlan]:
-    """Puts rows `[T, E, ...]` at the slots of a write; returns the write too."""
-    # The write waits for these rows (see `WritePlan.in_line`). Gradients stop here.
+    """Writes rows `[T, E, ...]` at the slots of a plan; returns the new state, and the plan."""
+    # Further writes by the returned plan wait for these (`WritePlan.in_line`). Gradients stop here.
     _, entries = _entries(state)
     parts: dict[str, list[tuple[LeafSlice, jax.Array]]] = {}
     after = []
@@ -443,10 +443,10 @@ def put(state: PartState, plan: WritePlan, items: Item) -> tuple[Any, WritePlan]
     arrays = {}
     join = lambda parts: jnp.concatenate(list(parts), axis=-1)
     for name, leaves in parts.items():
-        # In the order of their elements, joined they are whole rows of the array.
+        # Concatenated in the order of their positions, the leaves are whole rows of the array.
         leaves.sort(key=lambda pair: pair[0].start)
-        # Neighbours of one dtype are cast together: XLA's CPU compiler makes a kernel of each
-        # operand where it joins more than eight.
+        # Neighbours of one dtype are cast together: XLA's CPU compiler makes a kernel for each
+        # operand of a concatenation of more than eight.
         runs = itertools.groupby(leaves, key=lambda pair: pair[0].dtype)
         flat = (join(it.flat(leaf) for it, leaf in run) for _, run in runs)
         words = join(_as_words(values, np.dtype(name)) for values in flat)
@@ -456,8 +456,8 @@ def put(state: PartState, plan: WritePlan, items: Item) -> tuple[Any, WritePlan]
 
 
 def edit(state: PartState, slots: jax.Array | None, values: dict[str, jax.Array]) -> Any:
-    """Puts items `[B, ...]` of some leaves at slots, int32 `[B]`, distinct but for N."""
-    # None stands for all slots in order.
+    """Writes values `[B, ...]` of some leaves at distinct slots, int32 `[B]`; drops slot N."""
+    # `slots` is None for all slots in order; `values` are by leaf name.
     names, entries = _entries(state)
     arrays = dict(state.arrays) if isinstance(state, PackedLeaves) else {}
     for number, (name, it) in enumerate(zip(names, entries, strict=True)):
@@ -475,13 +475,13 @@ def edit(state: PartState, slots: jax.Array | None, values: dict[str, jax.Array]
 def get(
     state: PartState, where: SlotsForLeaf, lookups: Sequence[AuxRead]
 ) -> tuple[Item, list[jax.Array]]:
-    """Reads each leaf at its slots exactly once, many that have the same slots in one gather.
+    """Reads each leaf at its slots exactly once; packed leaves with the same slots share gathers.
 
     Returns:
         The items, and the values of the lookups.
     """
     slots = [*map(where, _entries(state)[0]), *(it.slots for it in lookups)]
-    # Many leaves are read at one and the same array of slots, which is handed over once.
+    # Many leaves share one array of slots, which is passed on once.
     unique = {id(each): each for each in slots}
     index = {key: number for number, key in enumerate(unique)}
     arrays, structure = jax.tree.flatten((state, [it.array for it in lookups]))
@@ -495,8 +495,8 @@ def get(
         result = jax.tree.structure((_places(state), extra), is_leaf=is_column)
         return jax.tree.unflatten(result, ordered)
 
-    # How many reads `vmap` makes at once is known only inside; if even one has many rows, it does
-    # not matter.
+    # How many reads `vmap` makes at once is known only inside `read`. That number matters only if
+    # a single read has few rows.
     _, gathers = _gathers(state, [it.array for it in lookups], slots, 1)
     few = any(is_few for _, is_few, _ in gathers)
     return gather.scaled_by_vmap(few, read, *arrays, *unique.values())
@@ -505,8 +505,8 @@ def get(
 def _gathers(
     state: PartState, extra: list[jax.Array], slots: list[jax.Array], times: int
 ) -> tuple[list[int], list[gather.Gather]]:
-    """Returns the numbers of all leaves, in the order in which these gathers read them."""
-    # `times` is how many such reads are made at once.
+    """Returns the indices of leaves in the order in which the gathers read them; the gathers."""
+    # Arrays in `extra` count as further leaves. `times` is how many such reads are made at once.
     groups: dict[Any, tuple[jax.Array, jax.Array, bool, dict[int, Any]]] = {}
     entries = [*_entries(state)[1], *extra]
     for number, (it, at) in enumerate(zip(entries, slots, strict=True)):
@@ -515,8 +515,8 @@ def _gathers(
         width = array.shape[-1] if is_packed else math.prod(array.shape[1:])
         is_few = gather.is_few(array, at, width, times)
         key: Any = number
-        # Of few rows, one gather reads all leaves of a packed array; else one reads narrow leaves
-        # that are close together, and one each of the others.
+        # For few rows, one gather reads all leaves of a packed array. For many, narrow leaves that
+        # are close together share a gather, and each other leaf has its own.
         if is_packed and (is_few or it.is_narrow):
             key = it.words, id(at), None if is_few else (it.stop - 1) // _PIECE
         groups.setdefault(key, (array, at, is_few, {}))[3][number] = it

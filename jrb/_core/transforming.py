@@ -1,4 +1,4 @@
-"""Transforms one after the other: functions, which may have methods (see `jrb.types.Transform`)."""
+"""Applies the transforms of a buffer in order; `jrb.types.Transform` lists their methods."""
 
 import dataclasses
 import functools
@@ -13,20 +13,20 @@ from jrb._xla import random_bits
 from jrb.types import Context, Item, StatefulTransform, Storage, TransformContext, WritePlan
 from jrb.types.messages import PartState, episode_ends
 
-_FIRST = 16  # the number that `fold` gets for the first transform; smaller ones are the units'
+_FIRST = 16  # `fold` gets this number for the first transform; units use smaller ones
 
 
 def outward(
     transforms: tuple, data: Item, batch: TransformContext, first: int = 0, states: tuple = ()
 ) -> Any:
-    """Returns the data after all transforms.
+    """Returns the data after all transforms were applied.
 
     Args:
-        transforms: from first to last.
-        data: leaves `[B, ...]` or `[B, L, ...]`.
-        batch: with the key of the draw, from which each transform gets one of its own.
-        first: the number of the first one.
-        states: of those that have one.
+        transforms: the transforms, in the order of application.
+        data: a pytree with leaves `[B, ...]` or `[B, L, ...]`.
+        batch: the facts of the batch; a separate key for each transform is derived from its key.
+        first: the index of `transforms[0]` among all transforms of the buffer.
+        states: the states of the stateful transforms, in order.
     """
     remaining = iter(states)
     for number, transform in enumerate(transforms, first):
@@ -46,26 +46,26 @@ def _applied(
 
 
 def method(transform: Any, name: str) -> Callable[..., Any] | None:
-    """Returns a method of a transform; None for functions, and where it has none."""
+    """Returns a method of a transform; None for a plain function, or if the method is missing."""
     return getattr(transform, name, None)
 
 
 def fixed(transforms: tuple) -> int:
-    """Returns how many transforms, from the first on, are descriptions, which never change."""
-    # A function may close over a value that does. Outside `jit` it is therefore called each time,
-    # and not compiled with a draw.
+    """Returns the number of leading transforms that are descriptions, and so never change."""
+    # A plain function may close over a value that changes. So outside `jit` it is called at each
+    # draw, and not compiled into it.
     kinds = [pytree.is_component(type(transform)) for transform in transforms]
     return kinds.index(False) if False in kinds else len(kinds)
 
 
 def inverses(transforms: tuple) -> list[Callable[[Any], Any]]:
-    """Returns the inverses of transforms, from last to first, of those that have one."""
+    """Returns the `inverse` methods that transforms have, from the last transform to the first."""
     methods = [method(transform, "inverse") for transform in reversed(transforms)]
     return [inverse for inverse in methods if inverse is not None]
 
 
 def inward(transforms: tuple, item: Item) -> Any:
-    """Returns an item after all inverses, as it is stored."""
+    """Returns the item to store: an item of the user after all inverse transforms."""
     for inverse in inverses(transforms):
         item = inverse(item)
     return item
@@ -84,7 +84,7 @@ def _until_last(transforms: tuple) -> tuple:
 
 
 def check(transforms: tuple, storage: Storage) -> None:
-    """Raises where a transform with a state could not learn from written items."""
+    """Raises `ValueError` if a transform with a state could not learn from written items."""
     first = _until_last(transforms)
     if first and storage.of_objects:
         raise ValueError(
@@ -100,7 +100,7 @@ def check(transforms: tuple, storage: Storage) -> None:
 
 
 def init(transforms: tuple, context: Context, spec: Item) -> tuple:
-    """Makes the states before any write; `spec` is of an item as it is stored."""
+    """Returns the states before any write; `spec` has the specs of a stored item."""
     rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), spec)
     item = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     states = []
@@ -117,7 +117,7 @@ def init(transforms: tuple, context: Context, spec: Item) -> tuple:
 def learned(
     transforms: tuple, states: tuple, context: Context, items: Item, plan: WritePlan
 ) -> tuple:
-    """Returns the states after a write of items, as they are stored, leaves `[T, E, ...]`."""
+    """Returns the states after a write; `items` are the stored rows, leaves `[T, E, ...]`."""
     # `context` is of the buffer before the write.
     first = _until_last(transforms)
     if not first:
@@ -139,13 +139,13 @@ def learned(
 
 
 def _of_rows(context: Context, count: int) -> TransformContext:
-    """Makes the context of rows that are written, with a key that is always the same."""
+    """Returns the `TransformContext` of `count` written rows, with a constant key."""
     return TransformContext(jax.random.key(0), jnp.ones(count, jnp.bool_), context.keys)
 
 
 def adopted(old: tuple[tuple, tuple], new: tuple[tuple, tuple]) -> tuple:
-    """Returns the new states, with what the old ones had learned."""
-    # The n-th transform of a class takes over what the n-th one of that class had.
+    """Returns the new states, after each has imported what an old state had learned."""
+    # The n-th new transform of a class imports the state of the n-th old one of that class.
     by_class: dict[type, list[Any]] = {}
     for transform, state in zip(learning(old[0]), old[1], strict=True):
         by_class.setdefault(type(transform), []).append(state)

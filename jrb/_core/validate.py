@@ -1,8 +1,8 @@
 """Checks that a state belongs to a description, and that its arrays can be used.
 
-`blank` makes the state of a description, and `check_state` compares. The comparison is of static
-facts, shapes and kinds of parts, and remembered: it costs nothing when a traced verb runs, and one
-look-up outside `jit`. N capacity, E environments.
+`blank` makes an empty state, and `check_state` compares a state with it. Only structure, shapes and
+dtypes are compared, and the result is cached: the check costs nothing when a compiled method runs,
+and one look-up outside `jit`. N capacity, E environments.
 """
 
 import functools
@@ -42,16 +42,16 @@ _PARTS = ("writer", "unit", "sampler", "storage", "transforms")
 
 @entry
 def blank(buffer: Buffer, spec: Item) -> BufferState:
-    """Makes an empty state for items of this spec as they are stored, behind all inverses.
+    """Returns an empty state; `spec` has the specs of a stored item, after all inverse transforms.
 
     Raises:
-        ValueError: it has more slots than int32 can tell apart.
+        ValueError: the state would have more slots than int32 can number.
     """
     ring = buffer.ring
     check_slots(ring.capacity)
     writer = buffer.writer.init(ring, spec)
     context = context_of(buffer, writer)
-    # The number of an episode is kept where somebody looks at ends of episodes.
+    # Episode numbers are kept only if the unit or a transform uses ends of episodes.
     transforms = buffer.transforms and transforming.init(buffer.transforms, context, spec)
     looks_at_ends = not buffer.unit.one_row or transforms
     return BufferState(
@@ -68,7 +68,7 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def compiled_blank(buffer: Buffer, spec: SpecKey) -> Any:
-    """`blank` in one call. It is traced once, for `init` and for the checks of states."""
+    """Calls `blank` as a compiled program, traced once for `init` and for the checks of states."""
     return blank(buffer, spec.spec)
 
 
@@ -87,7 +87,7 @@ def _attached(buffer: Buffer, state: PartState) -> Any:
 
 
 def check_slots(slots: int) -> None:
-    """Raises unless int32 can tell this number of slots of one state apart."""
+    """Raises `ValueError` if a state has more slots than int32 can number."""
     if slots >= 2**31:
         raise ValueError(
             f"capacity: expected at most {2**31 - 1} slots in one state, got {slots}. Cut the "
@@ -96,15 +96,15 @@ def check_slots(slots: int) -> None:
 
 
 def on_host(buffer: Buffer) -> bool:
-    """Returns if the storage keeps items on the host."""
+    """Returns True if the storage keeps items on the host."""
     return isinstance(buffer.storage, HostStorage)
 
 
 def check_state(buffer: Buffer, state: BufferState) -> None:
-    """Raises unless it is a state of this description, with its items where the buffer keeps them.
+    """Raises unless the state belongs to the description, its items in the same kind of storage.
 
     Raises:
-        TypeError, ValueError: as `check`.
+        TypeError, ValueError: see `check_kind` and `check`.
     """
     check_kind(buffer, state)
     if on_host(buffer):
@@ -115,7 +115,7 @@ def check_state(buffer: Buffer, state: BufferState) -> None:
 
 
 def check_kind(buffer: Buffer, state: BufferState) -> None:
-    """Raises unless it is a state, and its storage on the host or not as the buffer's is."""
+    """Raises `TypeError` unless it is a `BufferState` whose items are where the storage's are."""
     if not isinstance(state, BufferState):
         kind = "a tuple, as a Mix has" if isinstance(state, tuple) else type(state).__name__
         raise TypeError(
@@ -135,20 +135,20 @@ def check_kind(buffer: Buffer, state: BufferState) -> None:
 
 
 def check(buffer: Buffer, state: BufferState, spec: SpecKey | None = None) -> None:
-    """Raises unless a state is one of this description.
+    """Raises unless a state belongs to this description.
 
     Args:
         buffer: the description.
         state: a `BufferState`.
-        spec: of one item as it is stored; None to ask the storage.
+        spec: the specs of a stored item; None to ask the storage.
 
     Raises:
-        ValueError: it is one of another capacity, or number of environments, or of many buffers.
-        TypeError: it is one of other parts.
+        ValueError: the state has another capacity or `num_envs`, or is a stack of states.
+        TypeError: the state was made by other parts.
     """
     leaves, structure = jax.tree.flatten(state)
     try:
-        # A list in between is quicker than a generator: this is done at every call.
+        # A list first: `tuple` of a generator is slower, and this runs at every call.
         kinds = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
     except AttributeError:
         odd = next(leaf for leaf in leaves if not pytree.is_array(leaf))
@@ -161,7 +161,7 @@ def check(buffer: Buffer, state: BufferState, spec: SpecKey | None = None) -> No
 
 @functools.lru_cache(maxsize=256)
 def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -> None:
-    """Checks specs; that nothing was raised is remembered."""
+    """Checks the structure, shapes and dtypes of a state; success is cached."""
 
     def without_axes(count: int) -> BufferState:
         leaves = [jax.ShapeDtypeStruct(shape[count:], dtype) for shape, dtype in kinds]
@@ -178,7 +178,7 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
             f"expected a state of this buffer, of {own}, got one of {_size(ring, buffer.ring)}. "
             f"{_MEND} {_RESIZE}"
         )
-    # Common enough to be named: a state that `vmap` should have taken apart.
+    # A common mistake: a stack of states that was not passed through `vmap`.
     for axes in (1, 2, 3):
         if _odd_part(buffer, without_axes(axes), spec) is None:
             raise ValueError(
@@ -205,7 +205,7 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
 
 
 def _owners(name: str, state: PartState) -> list[str]:
-    """Returns the names of the parts that make such a state: those of its module."""
+    """Returns the names of the parts that make such a state: the components in its module."""
     if not isinstance(state, pytree.State):
         without_state = {"sampler": ["Uniform"], "unit": ["Transition"]}
         return [] if jax.tree.leaves(state) else without_state.get(name, [])
@@ -215,7 +215,7 @@ def _owners(name: str, state: PartState) -> list[str]:
 
 
 def _odd_part(buffer: Buffer, state: BufferState, spec: SpecKey | None) -> str | None:
-    """Returns the name of the first part whose state is not of its own making."""
+    """Returns the name of the first part whose state differs from the one that it would make."""
     try:
         item = buffer.storage.spec(state.storage) if spec is None else spec.spec
         # From the cache of `jit`: `init` has traced the same call.
@@ -229,7 +229,7 @@ def _odd_part(buffer: Buffer, state: BufferState, spec: SpecKey | None) -> str |
 
 
 def _size(ring: Ring | None, other: Ring | None) -> str:
-    """Returns the capacity as text, with the environments where they differ."""
+    """Returns the capacity as text, and `num_envs` if it differs from that of `other`."""
     if ring is None:
         return "no ring"
     same = other is not None and ring.envs == other.envs
@@ -247,10 +247,10 @@ _DONATED = (
 
 
 def explained(verb: F) -> F:
-    """Wraps a verb whose errors say what to do about donated arrays and explicit meshes.
+    """Wraps a method so that errors about donated arrays and explicit meshes say what to do.
 
     Raises:
-        DonatedError, ValueError: in place of what JAX raises then.
+        DonatedError, ValueError: in place of the error that JAX raises.
     """
 
     @functools.wraps(verb)
@@ -276,7 +276,7 @@ def explained(verb: F) -> F:
 
 
 def takes_state(verb: F) -> F:
-    """Wraps a verb whose error names the missing argument where the state is left out."""
+    """Wraps a method so that a call without the state raises an error that says so."""
     second = list(inspect.signature(verb).parameters)[2]  # such as `key`, or `item`
 
     @functools.wraps(verb)
@@ -293,7 +293,7 @@ def takes_state(verb: F) -> F:
 
 @functools.lru_cache
 def _has_one_device() -> bool:
-    """Returns if there is one device, and no further one on the host; asked once JAX runs."""
+    """Returns True if JAX has one device, and at most one CPU device; cached once JAX runs."""
     try:
         on_cpu = jax.device_count("cpu")
     except RuntimeError:  # the program runs without that platform
@@ -302,7 +302,7 @@ def _has_one_device() -> bool:
 
 
 def check_donated(states: Any) -> None:
-    """Raises where a state on several devices was donated: JAX would end the process."""
+    """Raises if a state on several devices was donated: a use would make JAX end the process."""
     for state in states if isinstance(states, tuple) else (states,):
         edits = state.edits if isinstance(state, BufferState) else None
         if isinstance(edits, jax.core.Tracer) or not isinstance(edits, jax.Array):
@@ -327,16 +327,16 @@ class PriorityWarning(UserWarning):
 
 _MANY_BYTES = 1_000_000
 _FLOAT32 = np.dtype(np.float32)
-_BITS_OF_INFINITY = 0x7F800000  # NaN has more, and so have negative numbers, by their sign bit
+_BITS_OF_INFINITY = 0x7F800000  # the bits of NaN and of negative numbers are larger as uint32
 _warned_of_copies: set[Any] = set()
 _warned_of_refused: set[Any] = set()
 
 
 def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None:
-    """Warns once for each description that its states are large; the user is `depth` calls up."""
+    """Warns once per description that a write copies a large state; `depth` is the stacklevel."""
     if buffer in _warned_of_copies:
         return
-    # A small state is looked at each time; one of another size may follow.
+    # The description is remembered only after a warning: a larger state may follow a small one.
     size = pytree.nbytes(state)
     if size <= _MANY_BYTES:
         return
@@ -353,8 +353,8 @@ def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None
 def warn_of_refused(
     buffer: Hashable, verb: str, priorities: Any, mask: Any = True, depth: int = 5
 ) -> None:
-    """Warns once for each description that priorities are refused, where they are on the host."""
-    # Nothing is copied from an accelerator for that, and nothing is done inside `jit`.
+    """Warns once per description if priorities in host memory include some that are refused."""
+    # Priorities inside `jit`, or on an accelerator, which would have to be copied, are not checked.
     if type(priorities) is not np.ndarray and not _is_on_cpu(priorities):
         return
     values = np.asarray(priorities)
@@ -363,9 +363,9 @@ def warn_of_refused(
             return
         with np.errstate(over="ignore", invalid="ignore"):
             values = values.astype(np.float32)
-    # Taken for integers, refused numbers are larger than others: the largest tells. Two passes, or
-    # the hash of a description, are a pause after which XLA has to wake its thread. After a
-    # compiled call, when nothing of NumPy is in a cache, `max` takes 14 us and `argmax` 4.
+    # As uint32, refused numbers are the largest, so one look at the maximum suffices. Two passes,
+    # or the hash of a description, would take so long that XLA has to wake its thread again. After
+    # a compiled call, with NumPy's code out of the caches, `max` takes 14 us and `argmax` 4.
     bits = values.reshape(-1).view(np.uint32)
     if not bits.size or bits[bits.argmax()] < _BITS_OF_INFINITY:
         return
@@ -385,7 +385,7 @@ def warn_of_refused(
 
 
 def _is_on_cpu(array: Leaf) -> bool:
-    """Returns if numbers can be read without a copy between devices."""
+    """Returns True if an array of numbers can be read without a copy from an accelerator."""
     if not isinstance(array, jax.Array):
         return np.asarray(array).dtype.kind in "biuf"
     if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
