@@ -1,4 +1,4 @@
-"""Checks that cost time, and whoever else wants to see the verbs at work."""
+"""The checks of `jrb.debug`, and the observers that are called after each method."""
 
 import contextlib
 import functools
@@ -27,8 +27,8 @@ _STALE = (
 )
 
 OBSERVERS: list[Callable[..., None]] = []
-"""Are called after each write, draw and update: with the verb, the description, the state, further
-arguments by name, and the result. All but the description may be traced."""
+"""Functions that are called after each write, draw and update with the method's name, the
+description, the state, a dict of other arguments, and the result. Arrays in these may be traced."""
 
 
 def tell(verb: str, buffer: Buffer, state: BufferState, result: Any, **arguments: Any) -> None:
@@ -38,7 +38,7 @@ def tell(verb: str, buffer: Buffer, state: BufferState, result: Any, **arguments
 
 
 class DebugWarning(UserWarning):
-    """A check of `jrb.debug` found something."""
+    """A check of `jrb.debug` found a mistake."""
 
 
 def debug(on: bool = True) -> contextlib.ExitStack:
@@ -46,13 +46,12 @@ def debug(on: bool = True) -> contextlib.ExitStack:
 
     - Priorities that are NaN, infinite or negative, also inside `jit`.
     - A key that two draws use: both give the same batch, or nearly.
-    - A draw that finds nothing, or before there are `min_size` items, inside `jit`: its batch is
-      masked.
-    - Updates by a sample of which entries were overwritten since: they are left out.
+    - A draw inside `jit` that finds nothing, or fewer than `min_size` items: its batch is masked.
+    - Updates by a sample some of whose entries were overwritten since: these entries are left out.
 
-    Functions that were compiled before have no checks, and those compiled meanwhile keep them.
-    Inside `jit` a check calls the host, in any order; `jax.effects_barrier()` waits for all. Where
-    warnings are errors, the computation fails.
+    Functions that were compiled before have no checks; those compiled while checks are on keep
+    them. Inside `jit` a check is a callback to the host, and callbacks may run in any order;
+    `jax.effects_barrier()` waits for all of them. If warnings are errors, the computation fails.
 
     Args:
         on: False switches the checks off.
@@ -111,7 +110,7 @@ def _drawn(sample: Sample) -> jax.Array:
 
 
 def _call_on_host(look: Callable[[np.ndarray], None], array: jax.Array) -> None:
-    """Calls a function of a NumPy array, inside `jit` when the program runs."""
+    """Calls `look` with the array as NumPy's: at once, or inside `jit` when the program runs."""
     if isinstance(array, jax.core.Tracer):
         jax.debug.callback(lambda value: look(np.asarray(value)), array)
     else:
@@ -128,6 +127,6 @@ def _look_at_key(data: np.ndarray) -> None:
 
 
 def _warn_of(text: str, count: np.ndarray) -> None:
-    """Warns unless the count is 0; it stands in the text."""
+    """Warns unless the count is 0; the count is filled into the text."""
     if count:
         warnings.warn(text.format(count), DebugWarning, stacklevel=2)

@@ -1,8 +1,8 @@
-"""The verbs outside `jit`, wherever the items are.
+"""The methods outside `jit`, for items on the device or on the host.
 
-For items on the device, a verb is one call of its compiled step. For items on the host it is host
-code around compiled parts, for which a `DeviceProxy` stands in place of the storage: they say which
-slots are written and read. With traced arguments, a verb is its step in the program around it.
+For items on the device, a method is one call of its compiled step. For items on the host it is host
+code around compiled parts, in which a `DeviceProxy` stands for the storage: these plan the slots to
+write and read. With traced arguments, a method adds its step to the program that is traced.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import Item, TransformContext
 from jrb.types.messages import PartState
 
-_MANY_ELEMENTS = 1 << 14  # of an array of which a copy takes longer than one more compiled call
+_MANY_ELEMENTS = 1 << 14  # of an array that takes longer to copy than one more compiled call
 
 
 def refusal() -> TypeError:
-    """Makes the error for a verb that cannot work on Python objects."""
+    """Makes the error for a method that cannot work on Python objects."""
     return TypeError(
         "ListStorage: expected to be called outside jit, vmap and scan, with Python objects. Use "
         "jrb.DeviceStorage() there, with items of arrays."
@@ -46,13 +46,13 @@ def refusal() -> TypeError:
 
 
 def copy_if_owned(array: jax.Array, state: PartState) -> jax.Array:
-    """Returns an array, copied if it is one of the state's, which may be donated later."""
+    """Returns an array; a copy if it is a leaf of the state, which may be donated later."""
     is_own = any(array is leaf for leaf in jax.tree.leaves(state))
     return jnp.copy(array) if is_own and not is_tracer(array) else array
 
 
 def is_traced(*arguments: Any) -> bool:
-    """Returns if any of their leaves stands for an array inside `jit`."""
+    """Returns True if any leaf of the arguments is a tracer."""
     return any(map(is_tracer, jax.tree.leaves(arguments)))
 
 
@@ -61,7 +61,7 @@ def is_tracer(leaf: Leaf) -> bool:
 
 
 def is_one_step(buffer: Buffer, *arguments: Any) -> bool:
-    """Returns if a verb is one compiled step: inside `jit`, or with all items on the device."""
+    """Returns True if a method is one compiled step: inside `jit`, or with items on the device."""
     if not on_host(buffer):
         return True
     traced = is_traced(arguments)
@@ -74,7 +74,7 @@ def is_one_step(buffer: Buffer, *arguments: Any) -> bool:
 
 
 def init(buffer: Buffer, spec: Item, device: Device) -> Any:
-    """Makes an empty state; `spec` is that of an item as it is stored."""
+    """Returns an empty state; `spec` has the specs of a stored item."""
     if not on_host(buffer):
         return _blank(buffer, spec, device)
     state = half(buffer, spec, device)
@@ -85,7 +85,7 @@ def init(buffer: Buffer, spec: Item, device: Device) -> Any:
 
 
 def half(buffer: Buffer, spec: Item, device: Device = None) -> Any:
-    """Makes an empty state without items, which are on the host."""
+    """Returns the device's part of an empty state whose items are on the host."""
     return _blank(for_device(buffer), spec, device)
 
 
@@ -95,7 +95,7 @@ def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
     if device is not None:
         return jax.jit(lambda: blank(buffer, spec), out_shardings=device)()
     state = compiled_blank(buffer, SpecKey(spec))
-    # Memory that is not there is an error here, and not at some later call.
+    # If memory is short, this raises here, and not at some later call.
     return state if is_traced(state) else jax.block_until_ready(state)
 
 
@@ -141,7 +141,7 @@ def write(
 
 
 def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: jax.Array | None) -> None:
-    """Raises where rows would find no room, as far as that is known."""
+    """Raises `ValueError` if there is no room for the rows; checks nothing inside `jit`."""
     room = (
         None if is_traced(state, items, mask) else steps.room(buffer, state.replace(storage=None))
     )
@@ -166,13 +166,13 @@ def _put(
 ) -> Any:
     """Writes items to a storage on the host; returns None if some arguments are traced.
 
-    `arrays` are the items as jitted parts know them, `items` as the storage takes them, `others`
-    further arguments of `steps.write`; with `donate`, arrays of the state are written in place.
+    `arrays` are the items for compiled parts, `items` those for the storage, `others` the further
+    arguments of `steps.write`. With `donate`, arrays of the state are written in place.
     """
     storage, inner, half = buffer.storage, for_device(buffer), on_device(buffer, state)
-    # In place, the slots are planned first, and the arrays written last of all: where the items
-    # find no room on the disk, or an interrupt comes before, the state is as it was. To plan costs
-    # one more call, so small arrays are copied in place of that.
+    # In place, the slots are planned first, and the state's arrays are written last: if the disk is
+    # full, or an interrupt comes earlier, the state is unchanged. Planning costs one more call, so
+    # small arrays are copied instead.
     in_place = donate and storage.takes_back
     if in_place and max(leaf.size for leaf in jax.tree.leaves(half)) > _MANY_ELEMENTS:
         after, plan = None, _planned(inner, half, arrays, *others)
@@ -192,7 +192,7 @@ def _put(
 @by_description()
 @standalone_program
 def _planned(buffer: Buffer, state: BufferState, items: Item, *others: jax.Array | None) -> Any:
-    """Returns where a storage on the host is written; XLA leaves out all other results."""
+    """Returns the slots that a storage on the host will write; XLA drops all other results."""
     return buffer.storage.slots_of(steps.write(buffer, state, items, *others).storage)
 
 
@@ -211,7 +211,7 @@ def fill(
     cuts: jax.Array | None = None,
     mask: jax.Array | None = None,
 ) -> Any:
-    """Writes to a state that has no other user: outside `jit` too, in place."""
+    """Writes in place, also outside `jit`, to a state that nobody else uses."""
     check_state(buffer, state)
     if on_host(buffer):
         return write(buffer, state, items, mask, cuts)
@@ -222,7 +222,7 @@ _fill = jax.jit(steps.write, donate_argnums=1)
 
 
 def expire(buffer: Buffer, state: BufferState, spec: Item, num_rows: jax.Array | np.ndarray) -> Any:
-    """Removes `num_rows` of the oldest rows, `[]` or `[E]`, from a state without items."""
+    """Removes the oldest `num_rows` rows, `[]` or `[E]`, from a state without items."""
     row = (1, buffer.ring.envs)
     blanks = jax.tree.map(lambda leaf: jnp.zeros((*row, *leaf.shape), leaf.dtype), spec)
     return steps.expire(without_items(buffer), state, blanks, jnp.asarray(num_rows, jnp.int32))
@@ -238,7 +238,7 @@ def write_objects(
     priorities: jax.Array | None = None,
     donate: bool = False,
 ) -> Any:
-    """Writes T rows of objects: a sequence of them, with `num_envs` of sequences of E."""
+    """Writes T rows of objects: `items` has T objects, or with `num_envs` T sequences of E."""
     check_state(buffer, state)
     if is_one_step(buffer, state, mask, priorities):
         raise refusal()
@@ -258,7 +258,7 @@ def write_objects(
     lead = () if buffer.num_envs is None else (buffer.num_envs,)
     if mask is not None:
         mask = checks.write_mask(verb, mask, (len(rows),), lead, buffer.writer)
-    # For the jitted parts, an object is an array without meaning.
+    # In compiled parts, a number without a meaning stands for each object.
     blanks = np.zeros((len(rows), *lead), np.uint8)
     if priorities is not None:
         priorities = checks.given_priorities(verb, priorities, blanks.shape)
@@ -286,10 +286,10 @@ def draw(
     """Draws a batch.
 
     Returns:
-        The state after the draw; outside `jit`, unless it `moves`, the one before. And the sample.
+        The state after the draw, or with `moves=False` outside `jit` the one before; the sample.
 
     Raises:
-        ValueError: outside `jit`, there is nothing to draw, unless `quiet`.
+        ValueError: there is nothing to draw, outside `jit` and without `quiet`.
     """
     check_kind(buffer, state)
     inside, run = _program_of(buffer)
@@ -317,11 +317,11 @@ def draw(
 
 
 def _is_drawn(buffer: Buffer, state: BufferState, quiet: bool, mask: Any) -> bool:
-    """Returns False for a traced draw; raises, unless `quiet`, if a draw found nothing."""
+    """Returns True for a draw, False for a traced one; raises if one is empty, unless `quiet`."""
     if is_tracer(mask) or quiet:
         return not is_tracer(mask)
-    # A thread that sleeps and is woken costs 25 us and more, longer than the computation between
-    # two parts in Python: poll for some 200 us first.
+    # To sleep and be woken costs a thread 25 us or more, longer than what the compiled program has
+    # left to do: poll for some 200 us first.
     for _ in range(1000):
         if mask.is_ready():
             break
@@ -341,11 +341,11 @@ def _is_drawn(buffer: Buffer, state: BufferState, quiet: bool, mask: Any) -> boo
 
 @functools.lru_cache(maxsize=64)
 def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
-    """Returns how many transforms are compiled with a draw, and the draw."""
-    # The draw returns the sampler's state and the sample; None where some arguments are traced.
-    # Looked up once: between two compiled calls of a Python loop, each call of a function costs a
+    """Returns how many transforms are compiled into a draw, and the function that draws."""
+    # The function returns the sampler's state and the sample; None if some arguments are traced.
+    # It is cached: between two compiled calls of a Python loop, each call of a function costs a
     # microsecond. A plain function among the transforms may close over a value that changes: it is
-    # called each time, and so are the transforms behind it.
+    # called at each draw, and so are the transforms after it.
     inside = transforming.fixed(buffer.transforms) if buffer.transforms else 0
     storage = buffer.storage
     fixed: Any = buffer
@@ -362,8 +362,8 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
 
     inner = for_device(fixed)
     choose, assemble = _choose_compiled(inner), _assemble_compiled(inner)
-    # Items that are drawn as they are stored need no second program. Mostly they are read where the
-    # anchors are.
+    # Items that are sampled as they are stored need no second program. Most are read at the slots
+    # of the anchors.
     is_plain = inner.unit.one_row and not inner.transforms
     at_anchors = is_plain and isinstance(inner.storage, HostStorageProxy)
 
@@ -380,7 +380,7 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
             data = storage.fetch(rows, chosen.indices if is_plain else chosen.slots, places)
         if storage.of_objects:
             mask = np.asarray(chosen.mask)
-            if not mask.all():  # None where nothing was drawn
+            if not mask.all():  # masked entries become None
                 data = [item if real else None for item, real in zip(data, mask, strict=True)]
             data = data if storage.collate is None else storage.collate(data)
             if inside:
@@ -398,10 +398,10 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
 def _draw_compiled(
     buffer: Buffer, state: BufferState, key: jax.Array, beta: Any, batch_size: int, moves: bool
 ) -> tuple[Any, Sample]:
-    """Draws outside `jit`. The state is checked when it is traced, not at each call."""
+    """Draws outside `jit`. The state is checked while this is traced, not at each call."""
     check(buffer, state)
     sampler, sample = steps.draw(buffer, state, key, batch_size, beta)
-    # All that a compiled function returns is copied: so the sampler only if its state moves.
+    # A compiled function copies what it returns, so the sampler is returned only if it moves.
     return sampler if moves else None, sample
 
 
@@ -418,11 +418,11 @@ def _choose_compiled(
     is_plain: bool,
     spec: SpecKey,
 ) -> tuple[Any, Any, Any]:
-    """Makes the part of a draw before items are fetched from the host.
+    """Runs the part of a draw that comes before items are fetched from the host.
 
     Returns:
-        The sampler's state if it `moves`; the `Draw`, or if it `is_plain` the sample but its data;
-        and where leaves with these names are read, None without names.
+        The sampler's state, or None unless it `moves`; the `Draw`, or if `is_plain` the sample
+        without its data; the positions at which the named leaves are read, None without `names`.
     """
     check(buffer, state, spec)
     sampler, chosen = steps.draw(buffer, state, key, batch_size, beta, read=False)
@@ -461,7 +461,7 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
     return buffer.storage.take(state.storage, np.asarray(indices))
 
 
-# Verbs that leave the items as they are: outside `jit` they are not passed.
+# Methods that leave items alone: outside `jit`, the items are not passed to the compiled step.
 
 
 @explained
@@ -488,7 +488,7 @@ def drop(
 def _moved(
     step: Callable[..., Any], donate: bool, buffer: Buffer, state: BufferState, *args: Any
 ) -> Any:
-    """Calls a step that leaves items as they are; with `donate`, one that changes the sampler."""
+    """Calls a step that leaves items alone; with `donate`, it may change the sampler only."""
     check_state(buffer, state)
     if is_traced(state, args):
         return step(buffer, state, *args)
@@ -510,7 +510,7 @@ def _moved_in_place(step: Callable[..., Any]) -> Callable[[Buffer], Any]:
 
 
 def _light(where: Sample | jax.Array | None) -> Any:
-    """Returns a sample without its items: fewer arrays to hand over."""
+    """Returns a sample without its data, so that fewer arrays are passed; slots as they are."""
     if not isinstance(where, Sample):
         return where
     return casting.copy_arrays(where.replace(data=None))
@@ -518,7 +518,7 @@ def _light(where: Sample | jax.Array | None) -> Any:
 
 @explained
 def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> Any:
-    """Lets nothing of some environments, bool `[E]`, go on."""
+    """Ends the running episodes of some environments, bool `[E]`."""
     return _moved(steps.truncate, False, buffer, state, which)
 
 
@@ -533,10 +533,10 @@ def empty(buffer: Buffer, state: BufferState) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """Makes later writes to a state wait for a sample's reads. Outside `jit` all writes do.
+    """Makes later writes to a state wait for a sample's reads. Outside `jit` all writes do so.
 
     Attributes:
-        buffer: the description of both.
+        buffer: the description that the state and the sample belong to.
     """
 
     buffer: Buffer
@@ -552,7 +552,7 @@ class Wait:
 def edit(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array | None, values: Item
 ) -> BufferState:
-    """Sets values, leaves by name, of held items; `where` is None for all slots."""
+    """Sets leaves of held items to `values`, a dict by leaf name; `where=None` is all slots."""
     check_state(buffer, state)
     if is_one_step(buffer, state, where, values):
         if not is_traced(state, where, values):
@@ -569,7 +569,7 @@ def edit(
 def rewrite(
     buffer: Buffer, state: BufferState, function: Callable[[Item], Item], batch_size: int
 ) -> BufferState:
-    """Puts a function from B items to other leaves by name over all that is held."""
+    """Replaces leaves of all held items by those that `function` returns for B items at a time."""
     check_state(buffer, state)
     if is_one_step(buffer, state):
         if not is_traced(state):
@@ -601,7 +601,7 @@ def _edit_on_host(
 
 
 def _cuts_on_host(buffer: Buffer, state: BufferState, values: Item) -> jax.Array | None:
-    """Returns the cuts (`editing.cuts`) if an edit of these leaves changes ends of episodes."""
+    """Returns `editing.cuts` if an edit of these leaves may change ends of episodes, else None."""
     if buffer.storage.of_objects or not editing.flags(buffer, state) & set(values):
         return None
     return editing.cuts(*_with_flags(buffer, state))
@@ -616,7 +616,7 @@ def _with_ends(buffer: Buffer, state: BufferState, cuts: jax.Array | None) -> Bu
 
 
 def _with_flags(buffer: Buffer, state: BufferState) -> tuple[Any, BufferState]:
-    """Fetches the flags of ends of episodes, which stand for the items on the host."""
+    """Returns arguments for `editing`: the fetched flags of ends take the place of all items."""
     names, flags = buffer.storage.names(state.storage), frozenset(editing.flags(buffer, state))
     inner, half = for_device(buffer), on_device(buffer, state)
     with buffer.storage.drawing(state.storage):

@@ -1,8 +1,8 @@
-"""Items that are edited in place, and how the unit and the sampler follow.
+"""Edits items in place (`set`, `map`), and updates the unit and the sampler to match.
 
 N capacity, E environments, R = N / E rows, B batch. Called by `jrb._core.eager`, inside `jit` and
-outside. An edit of leaves that tell ends of episodes rebuilds the unit from all rows; so does one
-of observations that several rows share.
+outside. An edit of leaves that mark ends of episodes rebuilds the unit from all rows; so does an
+edit of observations that several rows share.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ from jrb.types import Context, Item, WritePlan
 from jrb.types.messages import episode_ends
 
 Values = dict[str, jax.Array]
-"""From names of leaves to what they become, `[B, ...]`."""
+"""A dict from the names of leaves to their new values, `[B, ...]`."""
 
-_ODD = np.uint32(0x9E3779B1)  # of no pattern: the golden ratio's
+_ODD = np.uint32(0x9E3779B1)  # an odd number without a pattern, from the golden ratio
 
 
 def _slots_to_edit(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array
 ) -> tuple[BufferState, jax.Array]:
-    """Returns slots to edit, int32 `[B]`; N where nothing is held, or something else by now."""
-    # Writes to the state that comes with them wait for what the sample was read from.
+    """Returns the state and the slots to edit, int32 `[B]`; N for empty or overwritten slots."""
+    # Writes to the returned state wait for the reads of the sample.
     ring = buffer.ring
     if isinstance(where, Sample):
         state, slots, is_held = steps.target_slots(buffer, state, where)
@@ -49,7 +49,7 @@ def _slots_to_edit(
 def edit_outside(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array, values: Values
 ) -> tuple[jax.Array, BufferState]:
-    """Returns the slots to edit on the host, and the state without these items."""
+    """Returns the slots that the host has to edit, and the edited state of the compiled part."""
     _, slots = _slots_to_edit(buffer, state, where)
     return slots, _edited(buffer, state, slots, values)
 
@@ -58,11 +58,11 @@ def edit_outside(
 def edit(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array | None, values: Values
 ) -> BufferState:
-    """Sets leaves of held items; of all slots, `[N, ...]`, where `where` is None."""
+    """Sets leaves of the items at `where`; None means all slots, with values `[N, ...]`."""
     context, slots = context_of(buffer, state.writer), None
     if where is not None:
         state, slots = _slots_to_edit(buffer, state, where)
-        # Off the CPU a scatter writes in any order: only the last of equal slots is kept.
+        # Accelerators scatter in any order, so only the last of equal slots is kept.
         slots = buffer.ring.last_of_equals(slots)
     if buffer.storage.shares(context, state.storage, frozenset(values)):
         return _written_anew(buffer, context, state, slots, values)
@@ -75,10 +75,10 @@ def edit(
 def rewrite(
     buffer: Buffer, state: BufferState, function: Callable[[Item], Values], batch_size: int
 ) -> BufferState:
-    """Puts a function from B items to `Values` over all that is held."""
+    """Replaces leaves of all held items by those that `function` returns for B items at a time."""
     context = context_of(buffer, state.writer)
     ring, held, capacity = context.ring, context.held, buffer.capacity
-    # Over all ranks, held or not: how many are held is not known when this is compiled.
+    # The loop covers all N ranks: the number of held items is not known at compile time.
     trips = -(-capacity // batch_size)
 
     def new(number: jax.Array, state: BufferState) -> tuple[jax.Array, Values]:
@@ -105,7 +105,7 @@ def rewrite(
 def _edited(
     buffer: Buffer, state: BufferState, slots: jax.Array | None, values: Values, token: Any = 0
 ) -> BufferState:
-    """Edits items, after the token, and says so in the state."""
+    """Edits items once `token` is known, and changes `state.edits`, so that a save notices it."""
     context = context_of(buffer, state.writer)
     later = None if slots is None else slots + token
     storage = buffer.storage.edit(context, state.storage, later, values)
@@ -113,7 +113,7 @@ def _edited(
 
 
 def _mixed(state: BufferState, slots: jax.Array | None, values: Values) -> jax.Array:
-    """Returns a number that tells one history of edits from another, for the next save."""
+    """Returns the next `state.edits`: a hash of all edits so far, which saves compare."""
     mixed = state.edits * _ODD + np.uint32(1)
     for leaf in [*values.values()] if slots is None else [slots, *values.values()]:
         words = jax.random.key_data(leaf) if casting.is_keys(leaf.dtype) else leaf
@@ -131,7 +131,7 @@ def _mixed(state: BufferState, slots: jax.Array | None, values: Values) -> jax.A
 
 
 def flags(buffer: Buffer, state: BufferState) -> set[str]:
-    """Returns the leaves by which a unit tells ends of episodes; none if it asks for none."""
+    """Returns the names of leaves that mark ends of episodes; none if the unit ignores ends."""
     if buffer.unit.one_row:
         return set()
     number = buffer.keys.episode
@@ -156,7 +156,7 @@ def _all_rows(ring: Ring, held: Occupancy) -> WritePlan:
 
 
 def _slots_by_name(context: Context, names: Iterable[str] | None) -> Callable[[str], jax.Array]:
-    """Returns all slots `[R, E]` from the oldest row on, for leaves of other names none."""
+    """Returns a function of a leaf's name to all slots `[R, E]`, oldest row first, or to none."""
     slots = context.held.from_oldest(context.ring)
     none = slots[:, :, None][:, :, :0]
     return lambda name: slots if names is None or name in names else none
@@ -165,7 +165,7 @@ def _slots_by_name(context: Context, names: Iterable[str] | None) -> Callable[[s
 def leaves_of(
     buffer: Buffer, context: Context, state: BufferState, names: Iterable[str] | None
 ) -> Item:
-    """Reads leaves of all slots, `[R, E, ...]`, from the oldest row on; others are empty."""
+    """Reads the leaves in `names` at all slots, `[R, E, ...]`, oldest row first; others empty."""
     return buffer.storage.read(context, state.storage, _slots_by_name(context, names))
 
 
@@ -173,7 +173,7 @@ def leaves_of(
 def places_of(
     buffer: Buffer, state: BufferState, names: tuple[str, ...], flags: frozenset[str]
 ) -> tuple[jax.Array, Any]:
-    """Returns all slots `[R, E]`, and where the leaves `flags`, of `names`, are on the host."""
+    """Returns all slots `[R, E]`, and the positions at which the host reads the leaves `flags`."""
     context = context_of(buffer, state.writer)
     where = list(map(_slots_by_name(context, flags), names))
     slots = context.held.from_oldest(context.ring)
@@ -182,7 +182,7 @@ def places_of(
 
 @by_description()
 def cuts(buffer: Buffer, state: BufferState) -> jax.Array:
-    """Returns the rows after which time does not go on though no flag says so, bool `[R, E]`."""
+    """Returns which rows end an episode although no flag says so, bool `[R, E]`."""
     context = context_of(buffer, state.writer)
     slots = context.held.from_oldest(context.ring)
     names, over = flags(buffer, state), buffer.unit.is_episode_end(context, state.unit, slots)
@@ -191,7 +191,7 @@ def cuts(buffer: Buffer, state: BufferState) -> jax.Array:
 
 
 def flagged_ends(buffer: Buffer, context: Context, items: Item) -> jax.Array:
-    """Returns the rows that end an episode by their flags; of leaves `[R, E, ...]`."""
+    """Returns which rows of `items`, leaves `[R, E, ...]`, end an episode by their flags."""
     every = _all_rows(context.ring, context.held)
     if buffer.keys.episode is not None:
         first = buffer.keys.get(items, "episode")[0].reshape(-1)
@@ -202,7 +202,7 @@ def flagged_ends(buffer: Buffer, context: Context, items: Item) -> jax.Array:
 
 @by_description()
 def with_ends(buffer: Buffer, state: BufferState, cuts: jax.Array) -> BufferState:
-    """Rebuilds unit and sampler from the ends that the flags tell now, and cuts."""
+    """Rebuilds unit and sampler from the new flags, and from ends without a flag, `cuts`."""
     context = context_of(buffer, state.writer)
     items = leaves_of(buffer, context, state, flags(buffer, state))
     return _rebuilt(buffer, context, state, items, cuts, _all_rows(context.ring, context.held))
@@ -218,14 +218,14 @@ def _rebuilt(
 ) -> BufferState:
     """Rebuilds unit and sampler from all rows; `context` is from before the edit.
 
-    `items` has at least the flags, leaves `[R, E, ...]`, oldest row first; `cuts`, bool `[R, E]`,
-    says after which rows time does not go on; `plan` is `_all_rows`, perhaps without the oldest.
+    `items` has at least the flags, leaves `[R, E, ...]`, oldest row first. `cuts`, bool `[R, E]`,
+    are ends of episodes without a flag. `plan` is `_all_rows`, perhaps without the oldest rows.
     """
     ring, unit = context.ring, buffer.unit
     token = dependencies.zero_depending_on((items, cuts))
     # The oldest row may be in the middle of an episode, whose first rows are gone.
     before = unit.episode_step(state.unit, context.held.from_oldest(ring)[0])
-    # Everything is written again into an empty unit, in its own memory.
+    # Everything is written again into an emptied unit, in the memory of the old one.
     blank = unit.reset(ring, state.unit, token)
     if before is not None:
         blank = unit.init_mid_episode(blank, jnp.where(context.held.rows(ring) > 0, before, 0))
@@ -237,7 +237,7 @@ def _rebuilt(
     old = unit.anchors(context, state.unit)
     new = unit.anchors(context_of(buffer, state.writer), after)
     state = state.replace(unit=after)
-    # Where every slot is an anchor, no end makes or breaks one.
+    # If every held slot is an anchor, ends of episodes make no difference to the anchors.
     if old.all_held and new.all_held and plan.bounded:
         return state  # the same slots as before
     sampler = buffer.sampler.rebuild_index(ring, state.sampler, change.entered, old, new)
@@ -245,18 +245,18 @@ def _rebuilt(
 
 
 def _emptied(context: Context) -> Context:
-    """Returns the context before anything was written, in a ring that begins where it does."""
+    """Returns the context of an empty ring, into which the oldest row is written first."""
     return dataclasses.replace(context, held=context.held.emptied())
 
 
 def _written_anew(
     buffer: Buffer, context: Context, state: BufferState, slots: jax.Array | None, values: Values
 ) -> BufferState:
-    """Edits what several rows share: all is read, edited and written again."""
+    """Edits observations that several rows share: reads, edits and rewrites all rows."""
     ring = context.ring
     slots = jnp.arange(ring.capacity, dtype=jnp.int32) if slots is None else slots
     safe = jnp.minimum(slots, ring.capacity - 1)
-    # The items that are read come oldest first: a slot is edited at its rank.
+    # The items are read oldest first, so the item of a slot is at the rank of the slot.
     at = jnp.where(slots < ring.capacity, context.held.rank(ring, safe), ring.capacity)
     items = leaves_of(buffer, context, state, None)
     before = jnp.zeros((ring.rows, ring.envs), jnp.bool_)

@@ -1,4 +1,4 @@
-"""Arrays of the device as bytes, and back, in pieces where they are large."""
+"""Converts arrays on a device to bytes and back, large ones in pieces."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ PIECE = 8 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """`array[index]` of an array on a device, not taken out yet: it may be large."""
+    """A lazy `array[index]` of an array on a device: as it may be large, it is copied when read."""
 
     array: jax.Array
     index: int
@@ -54,14 +54,14 @@ class Part:
 
 
 def on_host(leaf: Leaf) -> bool:
-    """Returns if the host can read an array where it is."""
+    """Returns True if the host can read the array without a transfer."""
     if isinstance(leaf, np.ndarray | Part):
         return isinstance(leaf, np.ndarray)
     return len(leaf.devices()) == 1 and all(d.platform == "cpu" for d in leaf.devices())
 
 
 def reader(leaf: Leaf) -> Callable[[int, int], Any]:
-    """Returns a function from a start and a stop to those bytes; no copy if it is on the host."""
+    """Returns a function that reads bytes `start` to `stop` of an array; on the host, a view."""
     if isinstance(leaf, Part):
         whole, first = reader(leaf.array), leaf.index * leaf.size * leaf.dtype.itemsize
         return lambda start, stop: whole(first + start, first + stop)
@@ -80,7 +80,7 @@ def reader(leaf: Leaf) -> Callable[[int, int], Any]:
 
 
 def _over_devices(leaf: jax.Array) -> Callable[[int, int], Any]:
-    """Returns the reader of an array that is cut over devices: one that has a byte is asked."""
+    """Returns the reader of a sharded array; it reads each byte from one device that has it."""
     pieces = {
         (piece.index[0].start or 0) if piece.index else 0: piece.data
         for piece in leaf.addressable_shards
@@ -113,8 +113,8 @@ def row_hashes(leaf: Leaf, width: int) -> np.ndarray:
     """Returns hashes of the rows of an array, computed on its device, uint8 `[rows, 4]`.
 
     Args:
-        leaf: an array of JAX, keys as their words, or a `Part` of one.
-        width: bytes of a row, at least 1.
+        leaf: a JAX array, or a `Part` of one; PRNG keys as their words.
+        width: the number of bytes of a row, at least 1.
     """
     count = leaf.size * leaf.dtype.itemsize // width
     if isinstance(leaf, Part):
@@ -124,8 +124,8 @@ def row_hashes(leaf: Leaf, width: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
-    # Each word goes through bijections that depend on its position: another value of one word
-    # always changes the sum, and so do two words that change places, but for one case in 2^32.
+    # Each word goes through a bijection that depends on its position. So a change of one word
+    # always changes the sum, and a swap of two words does so except in one case in 2^32.
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     if leaf.dtype == jnp.bool_:
@@ -138,9 +138,9 @@ def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
 
 
 def placed(array: np.ndarray, device: Device = None) -> jax.Array:
-    """Makes an array of the device from an aligned one of the host that has no other user."""
+    """Returns an aligned NumPy array on the device; the caller must not use the array again."""
     if array.nbytes <= PIECE or _goes_to_cpu(device):
-        is_copied = _SMALL < array.nbytes <= PIECE  # for which a program is compiled
+        is_copied = _SMALL < array.nbytes <= PIECE  # the copy is a compiled program: not if small
         result = jnp.array(array, copy=True) if is_copied else jax.device_put(array)
     else:
         whole = view(array)
@@ -157,7 +157,7 @@ def _goes_to_cpu(device: Device) -> bool:
 
 
 def _filled(spec: Leaf, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
-    """Makes an array that is never on the host as a whole."""
+    """Returns an array on the device, filled piece by piece: pairs of an offset and its bytes."""
     array = jnp.zeros(spec.size, spec.dtype)
     with compat.enable_x64():  # for positions beyond 2^31
         for start, piece in pieces:

@@ -38,7 +38,7 @@ from jrb.types.sampler import missing_method
 
 
 def context_of(buffer: Buffer, writer: PartState) -> Context:
-    """Returns what the parts may know of a buffer whose writer has this state."""
+    """Returns the `Context` of a buffer whose writer has this state."""
     held = buffer.writer.held(buffer.ring, writer)
     return Context(buffer.ring, buffer.keys, held, _reads_windows(buffer.unit))
 
@@ -50,13 +50,13 @@ def _reads_windows(unit: Unit) -> bool:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def in_order(writer: Writer, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
-    """Returns all slots, int32 `[N]`, those with items first, oldest first; and their number."""
+    """Returns all slots, int32 `[N]`, held ones first, oldest to newest; and the number held."""
     return writer.in_order(ring, state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def holds(writer: Writer, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
-    """Returns for slots, int32 `[K]`, if they hold items, bool `[K]`."""
+    """Returns which of some slots, int32 `[K]`, hold items, bool `[K]`."""
     return writer.held(ring, state).holds(ring, slots)
 
 
@@ -76,17 +76,17 @@ def write(
 
     Args:
         buffer: the description.
-        state: a state of it.
+        state: its state.
         items: leaves `[T, E, ...]`, or `[T, ...]` without `num_envs`.
-        mask: bool `[T]` or `[T, E]`; None writes all.
-        cuts: bool `[T, E]`, items after which time does not go on, whatever their flags say.
-        priorities: float32 `[T, E]`; None for those of new items.
+        mask: bool `[T]` or `[T, E]`, the rows or items to write; None writes all.
+        cuts: bool `[T, E]`, items that end an episode whatever their flags say.
+        priorities: float32 `[T, E]`; None for the sampler's default for new items.
     """
     if buffer.num_envs is None:
         items = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 1), items)
     ring, context = buffer.ring, context_of(buffer, state.writer)
     if buffer.writer.blocks_when_full:
-        # Rows for which an item would have to go that was not drawn yet are masked out.
+        # Rows that would overwrite an item that was not drawn yet are masked out.
         length = jax.tree.leaves(items)[0].shape[0]
         mask = jnp.ones(length, jnp.bool_) if mask is None else mask
         mask = mask & (jnp.cumsum(mask, dtype=jnp.int32) <= room(buffer, state))
@@ -94,7 +94,7 @@ def write(
     writer, plan = buffer.writer.plan(ring, state.writer, items, mask)
     storage, plan = buffer.storage.write(context, state.storage, plan, items)
     if not plan.bounded:
-        # The storage let more of the oldest rows go than the writer had planned.
+        # The storage dropped more of the oldest rows than the writer had planned.
         num_rows = context.held.rows(ring).reshape(plan.expired.shape)
         extra = plan.expired - jnp.maximum(num_rows + plan.rows - ring.rows, 0)
         writer = buffer.writer.evict_oldest(ring, writer, extra)
@@ -110,7 +110,7 @@ def write(
         )
         state = _truncated(buffer, context, state, ended & (context.held.rows(ring) > 0))
         state, cuts = state.replace(numbers=numbers), changes if cuts is None else changes | cuts
-    # From here on, units and transforms also see the ends that no flag tells of.
+    # From here on, units and transforms also see ends of episodes that have no flag.
     plan = dataclasses.replace(plan, cuts=cuts)
     if state.transforms:
         learned = transforming.learned(buffer.transforms, state.transforms, context, items, plan)
@@ -136,7 +136,7 @@ def _indexed(
     """Updates unit and sampler after a write; `context` is from before it, `writer` from after."""
     unit, change = buffer.unit.on_write(context, state.unit, plan, items)
     change = dataclasses.replace(change, incoming=incoming)
-    # What departed is counted in the order before the write, the anchors are those after it.
+    # `change` counts departed anchors in the order before the write; `anchors` are from after it.
     anchors = buffer.unit.anchors(context_of(buffer, writer), unit)
     sampler = buffer.sampler.on_write(buffer.ring, state.sampler, change, anchors)
     return state.replace(writer=writer, sampler=sampler, unit=unit)
@@ -144,16 +144,16 @@ def _indexed(
 
 @by_description()
 def expire(buffer: Buffer, state: BufferState, items: Item, num_rows: jax.Array) -> BufferState:
-    """Removes the oldest rows, int32 `[]`, or `[E]` where each environment has its own clock.
+    """Removes the oldest rows.
 
     Args:
         buffer: the description.
-        state: its items are not looked at.
-        items: a row that is not written, leaves `[1, E, ...]`.
-        num_rows: how many.
+        state: its state; the items are not read.
+        items: a dummy row, leaves `[1, E, ...]`; it is not written.
+        num_rows: int32 `[]`, the rows to remove; `[E]` if each environment has its own clock.
     """
     ring, context = buffer.ring, context_of(buffer, state.writer)
-    # The plan of a row that is masked: nothing is written, and the rows that leave are put in.
+    # The plan of a masked row writes nothing; the number of rows that leave is put into it.
     writer, plan = buffer.writer.plan(ring, state.writer, items, jnp.zeros(1, jnp.bool_))
     plan = dataclasses.replace(plan, expired=num_rows, bounded=False)
     writer = buffer.writer.evict_oldest(ring, writer, num_rows)
@@ -162,7 +162,7 @@ def expire(buffer: Buffer, state: BufferState, items: Item, num_rows: jax.Array)
 
 @by_description()
 def room(buffer: Buffer, state: BufferState) -> jax.Array:
-    """Returns how many rows can be written before an item goes that was not drawn, int32 `[]`."""
+    """Returns how many rows can be written, int32 `[]`, until an undrawn item is overwritten."""
     ring, unit, context = buffer.ring, buffer.unit, context_of(buffer, state.writer)
     anchors, held = unit.anchors(context, state.unit), context.held
     free = ring.rows - held.rows(ring)[0]
@@ -176,7 +176,7 @@ def room(buffer: Buffer, state: BufferState) -> jax.Array:
     ranks = jnp.clip(jnp.stack([first, first - 1]), 0, jnp.maximum(anchors.count - 1, 0))
     slots, _ = anchors.nth(ranks, jax.random.key(0))
     row = held.before(ring, slots)
-    # The rows before the first anchor that was not drawn; of all that were, up to the last one.
+    # The rows before the first undrawn anchor; if all were drawn, up to the last anchor.
     drawn_rows = jnp.where(first < anchors.count, row[0], row[1] + 1)
     free_rows = drawn_rows - unit.lookback - (unit.max_entry_delay or 0)
     return free + jnp.maximum(jnp.where(anchors.count > 0, free_rows, 0), 0)
@@ -184,7 +184,7 @@ def room(buffer: Buffer, state: BufferState) -> jax.Array:
 
 @by_description()
 def has_pending(buffer: Buffer, state: BufferState) -> jax.Array:
-    """Returns True if some anchors of an order that must be kept were not drawn yet, bool `[]`."""
+    """Returns True, bool `[]`, if an ordered sampler has anchors that were not drawn yet."""
     sampler = buffer.sampler
     if not isinstance(sampler, OrderedSampler):
         return jnp.bool_(False)
@@ -220,14 +220,14 @@ def draw(
     *,
     read: bool = True,
 ) -> tuple[PartState, Any]:
-    """Draws anchors, and reads their items: the one way of all draws.
+    """Draws anchors and reads their items; every kind of draw is made of these functions.
 
-    Items on the host are read between `draw(read=False)` and `assemble`. Of several shards, each
-    calls `choose`, and then `counted` and `assemble`, when it knows how likely its anchors were
-    among those of all (see `jrb.sharding.joint`).
+    Items on the host are read between `draw(read=False)` and `assemble`. A shard calls `choose`,
+    and then, once it knows the probabilities of its anchors among those of all shards, `counted`
+    and `assemble` (see `jrb.sharding.joint`).
 
     Returns:
-        The sampler's state; and a `Sample`, or without `read` the `Draw` to `assemble` it from.
+        The sampler's state; and a `Sample`, or with `read=False` the `Draw` to `assemble` it from.
     """
     sampler, chosen = choose(buffer, state, key, batch_size, beta)
     if buffer.min_size is not None:
@@ -247,7 +247,7 @@ def choose(
 
 
 def shard_stats(buffer: Buffer, state: BufferState) -> ShardStats | None:
-    """Returns what the sampler reports to other shards; None from one that uses anchors up."""
+    """Returns the sampler's statistics for other shards; None if its draws use anchors up."""
     sampler = buffer.sampler
     if isinstance(sampler, ShardedSampler):
         anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
@@ -260,7 +260,7 @@ def shard_stats(buffer: Buffer, state: BufferState) -> ShardStats | None:
 def if_enough(
     enough: jax.Array, before: PartState, after: PartState, draw: Draw
 ) -> tuple[Any, Draw]:
-    """Returns a draw; a masked one, and the sampler as it was, unless `enough`, bool `[]`."""
+    """Returns sampler and draw; unless `enough`, bool `[]`, the old sampler and a masked draw."""
     keep = lambda new, old: new if new is old else jnp.where(enough, new, old)
     some = lambda leaf: jnp.where(enough, leaf, jnp.zeros_like(leaf))
     draw = draw.replace(
@@ -270,7 +270,7 @@ def if_enough(
 
 
 def counted(buffer: Buffer, sampler: PartState, draw: Draw) -> tuple[Any, Draw]:
-    """Counts a draw, where the sampler is asked to; the draw then has the counts before it."""
+    """Counts a draw if the sampler counts; `Draw.draws` is then set to the counts before it."""
     if not isinstance(sampler, DrawCounts) or sampler.draws is None:
         return sampler, draw
     slots = jnp.where(draw.mask, draw.slots, 0)
@@ -279,13 +279,13 @@ def counted(buffer: Buffer, sampler: PartState, draw: Draw) -> tuple[Any, Draw]:
 
 
 def count_draws(sampler: PartState, slots: jax.Array, mask: jax.Array, before: jax.Array) -> Any:
-    """Returns the sampler's state in which slots, int32 `[B]`, are counted where `mask`.
+    """Returns the sampler's state with one more draw of each slot for which `mask` is True.
 
     Args:
-        sampler: a state with counts; one without is returned as it is.
-        slots: that were drawn.
-        mask: bool `[B]`.
-        before: int32 `[B]`, the counts before the draw.
+        sampler: the sampler's state; one without counts is returned unchanged.
+        slots: int32 `[B]`, the slots that were drawn.
+        mask: bool `[B]`, False for entries that do not count.
+        before: int32 `[B]`, the counts of these slots before the draw.
     """
     if not isinstance(sampler, DrawCounts) or sampler.draws is None:
         return sampler
@@ -297,7 +297,7 @@ def count_draws(sampler: PartState, slots: jax.Array, mask: jax.Array, before: j
 
 
 def recount(before: PartState, after: PartState, sample: Sample, mask: jax.Array) -> Any:
-    """Returns the sampler's state after a draw of which only some, bool `[B]`, are in a sample."""
+    """Returns the sampler's state `after` a draw, counting only entries in `mask`, bool `[B]`."""
     if not isinstance(before, DrawCounts) or before.draws is None:
         return after
     counts = count_draws(before, sample.indices, mask, sample.info["draws"])
@@ -313,9 +313,9 @@ def assemble(
         buffer: the description.
         state: the state that was drawn from. For items on the host, its storage is what was
             fetched, which `HostStorageProxy.read` returns as it is.
-        draw: the anchors.
-        key: of the draw.
-        read: False for a sample whose `data` is None and is put in later, as it is stored.
+        draw: the anchors that were drawn.
+        key: the key of the draw.
+        read: False to leave `data` None; the caller puts in the stored items later.
     """
     context, storage = context_of(buffer, state.writer), buffer.storage
     plan = buffer.unit.plan_read(context, state.unit, draw.slots, draw.mask, key)
@@ -328,7 +328,7 @@ def assemble(
         if both is not None:
             items, values = both
         elif lookups:
-            # Read one after the other, so that whoever waits for the items waits for the rest too.
+            # Items are read after the lookups, so that to wait for the items is to wait for both.
             values = read_lookups()
             where = _where_after(plan.where, dependencies.zero_depending_on(values))
             items = storage.read(context, state.storage, where)
@@ -354,7 +354,7 @@ def assemble(
 
 
 def _where_after(where: SlotsForLeaf, token: jax.Array) -> SlotsForLeaf:
-    """Returns slots that are not known before `token`; one array for leaves that had one."""
+    """Returns slots that depend on `token`; leaves that shared an array still share one."""
     later: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def slots_of(name: str) -> jax.Array:
@@ -367,7 +367,7 @@ def _where_after(where: SlotsForLeaf, token: jax.Array) -> SlotsForLeaf:
 def locate(
     buffer: Buffer, state: BufferState, draw: Draw, key: jax.Array, names: tuple[str, ...]
 ) -> Any:
-    """Returns where leaves with these names are read from a storage on the host."""
+    """Returns the positions at which a storage on the host reads the leaves of these names."""
     context = context_of(buffer, state.writer)
     plan = buffer.unit.plan_read(context, state.unit, draw.slots, draw.mask, key)
     return buffer.storage.locate(context, state.storage, [plan.where(name) for name in names])
@@ -384,20 +384,20 @@ def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Arr
 
 
 def wait(buffer: Buffer, state: BufferState, sample: Sample) -> BufferState:
-    """Returns the state, to which later writes wait for what the sample was read from."""
+    """Returns the state such that later writes to it wait for the reads of the sample."""
     return _after(state, _zero_after_reads(sample, sample.mask))
 
 
 def _after(state: BufferState, token: jax.Array) -> BufferState:
-    """Returns the state, in which no slot to write to is known before the token."""
+    """Returns the state such that later writes to it wait until `token` is known."""
     parts = dependencies.delay_writes_until((state.storage, state.writer, state.unit), token)
     return state.replace(storage=parts[0], writer=parts[1], unit=parts[2])
 
 
 def _zero_after_reads(sample: Sample, mask: jax.Array) -> jax.Array:
-    """Returns zero, not known before what a later write must wait for."""
-    # Without probabilities and weights: unused, they need not be computed then, and the indices
-    # wait for the reads of a sampler.
+    """Returns int32 zero that depends on all reads which a later write must wait for."""
+    # Probabilities and weights are left out, so that they are not computed if nobody uses them. The
+    # indices depend on the sampler's reads already.
     reads = sample.data, sample.indices, sample.info, sample.stamp, mask
     return dependencies.zero_depending_on(reads)
 
@@ -428,8 +428,8 @@ def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> Buffe
 def target_slots(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array
 ) -> tuple[BufferState, jax.Array, jax.Array]:
-    """Returns the slots of a sample, `[B]`, and which still hold what was drawn; or bare slots."""
-    # Writes to the state that comes with them wait for what the sample was read from.
+    """Returns the state, the slots `[B]`, and which of them still hold the drawn items, `[B]`."""
+    # Writes to the returned state wait for the reads of the sample.
     if not isinstance(where, Sample):
         return state, where, jnp.ones(where.shape, jnp.bool_)
     # A slot that was overwritten, or emptied, since has another generation than the stamp.
@@ -441,7 +441,7 @@ def target_slots(
 
 @by_description()
 def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> BufferState:
-    """Lets nothing of some environments, bool `[E]`, go on after the newest row."""
+    """Ends the running episodes of some environments, bool `[E]`, at their newest rows."""
     return _truncated(buffer, context_of(buffer, state.writer), state, which)
 
 
@@ -468,8 +468,8 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Item:
 
 @by_description()
 def empty(buffer: Buffer, state: BufferState) -> BufferState:
-    # A token from the state itself: constants are known before earlier reads, and would be written
-    # before these, into a copy.
+    # The token depends on the state itself. Constants do not depend on earlier reads: XLA would
+    # write them before these, into a copy.
     ring, token = buffer.ring, dependencies.zero_depending_on(state.writer)
     return state.replace(
         storage=buffer.storage.reset(ring, state.storage, token),

@@ -1,1 +1,1 @@
-"""Rows and arrays on a disk that a crash leaves whole; nothing here knows of JAX."""
+"""Stores rows and arrays on a disk such that no crash damages them; nothing here needs JAX."""

@@ -23,4 +23,4 @@ class StaleError(_FileError, ValueError):
 
 
 class LostWarning(UserWarning):
-    """Some of the oldest rows that a commit had promised are gone: the ring came round to them."""
+    """Some of the oldest committed rows are gone: the ring wrapped around and overwrote them."""

@@ -1,8 +1,8 @@
-"""Every operation on files that must survive a fault, one function each.
+"""All operations on files that must survive a fault, as one function for each.
 
-`hook`, where it is set, is called before every operation that changes something, with its name, the
-path, and its other arguments; it may count, note, raise an `OSError`, or kill the process. Tests
-set it.
+If `hook` is set, it is called before every operation that changes something, with the operation's
+name, the path, and other arguments. It may count or record operations, raise an `OSError`, or kill
+the process. Only tests set it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ Bytes = bytes | bytearray | memoryview
 
 hook: Callable[..., Any] | None = None
 
-# Links are not followed, forked programs get no files, and a pipe is not waited for.
+# Do not follow links, do not pass files on to other programs, and do not wait for pipes.
 _PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _IS_SUPPORTED = os.open in os.supports_dir_fd and importlib.util.find_spec("fcntl") is not None
@@ -32,7 +32,7 @@ def announce(operation: str, path: str, *arguments: Any) -> None:
 
 
 def check_system(path: str) -> None:
-    """Raises where files would not survive a fault: on Windows, without open folders and flock."""
+    """Raises `OSError` on a system that lacks open folders or flock, such as Windows."""
     if not _IS_SUPPORTED:
         raise OSError(
             errno.ENOSYS,
@@ -44,9 +44,9 @@ def check_system(path: str) -> None:
 
 
 def absolute(path: Any, name: str = "path") -> str:
-    """Returns the absolute path that a user means, in which `~` is the home folder.
+    """Returns a user's path as an absolute one, with `~` as the home folder.
 
-    Paths are read once, where they come in: a later `chdir` changes nothing.
+    Each path is made absolute when the user passes it, so that a later `chdir` changes nothing.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name}: expected a path, got {path!r}.")
@@ -57,7 +57,7 @@ def absolute(path: Any, name: str = "path") -> str:
 
 
 class Folder:
-    """An open folder: its methods act on it wherever somebody moves it meanwhile.
+    """An open folder; its methods act on it even if it was moved meanwhile.
 
     Names may have several parts, such as `rows/next/observation.bin`. Links are never followed.
     """
@@ -74,7 +74,7 @@ class Folder:
     def check(self) -> None:
         """Raises unless the path still leads to this folder."""
         with contextlib.suppress(OSError):
-            # By device and inode: another folder may have come to the same path.
+            # Compared by device and inode, as another folder may be at the same path now.
             if os.path.samestat(os.stat(self.path), os.fstat(self._file)):
                 return
         raise OSError(
@@ -97,7 +97,7 @@ class Folder:
         return os.path.samestat(os.fstat(self._file), os.fstat(other._file))
 
     def names(self, name: str = ".") -> list[str]:
-        """Returns the names in this folder, or in one below it; none where there is nothing."""
+        """Returns the names in this folder, or in one below it; none if that does not exist."""
         try:
             with self._at(f"{name}/.") as (folder, _):
                 return sorted(os.listdir(folder))
@@ -106,7 +106,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _at(self, name: str) -> Iterator[tuple[int, str]]:
-        """Opens the folder of the last part of a name; gives its descriptor, and that part."""
+        """Opens the folder that a name is in; yields its descriptor, and the name's last part."""
         *folders, last = name.split("/")
         # Folder by folder: `O_NOFOLLOW` refuses links only in the last part of a path.
         with contextlib.ExitStack() as stack:
@@ -141,7 +141,7 @@ class Folder:
         return file
 
     def make(self, name: str) -> None:
-        """Makes a folder, and those on the way to it, where there are none."""
+        """Makes a folder, and its parents, where they do not exist."""
         parts = name.split("/")
         for count in range(1, len(parts) + 1):
             path = "/".join(parts[:count])
@@ -149,16 +149,16 @@ class Folder:
                 announce("mkdir", self.path_of(path))
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(last, dir_fd=folder)
-            # Its name lasts before there is anything in it.
+            # The folder is durable before anything is put into it.
             self.sync(os.path.dirname(path) or ".")
 
     def create(self, name: str) -> int:
-        """Opens a new file to be read and written, in the place of an older one."""
+        """Opens a new, empty file to be read and written; an old one of that name is emptied."""
         announce("create", self.path_of(name))
         return self.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
 
     def write_new(self, name: str, parts: list[Bytes]) -> None:
-        """Writes a new file with these bytes, synced, in the place of an older one."""
+        """Writes and syncs a file with these bytes; an old one of that name is overwritten."""
         file, path = self.create(name), self.path_of(name)
         try:
             offset = 0
@@ -169,7 +169,7 @@ class Folder:
             os.close(file)
 
     def replace(self, source: str, target: str) -> None:
-        """Renames a file over another in the same folder; `sync` makes that last."""
+        """Renames a file over another in the same folder; only `sync` makes that durable."""
         announce("replace", self.path_of(source), self.path_of(target))
         with self._at(source) as (folder, one), self._at(target) as (_, other):
             os.replace(one, other, src_dir_fd=folder, dst_dir_fd=folder)
@@ -183,7 +183,7 @@ class Folder:
     def clear(self, name: str, sign: str = "") -> None:
         """Removes the files of columns in a folder, and the folder if nothing else is in it.
 
-        One file may be its sign, which goes last: until then the folder can be recognised by it.
+        `sign` is the name of a file by which the folder is recognised; it is removed last.
         """
         inside = self.names(name)
         for path in [f"{name}/{inner}" for inner in inside if inner != sign]:
@@ -206,14 +206,14 @@ class Folder:
                 raise
 
     def sync(self, name: str = ".") -> None:
-        """Takes names that were created, renamed and removed in a folder to the disk."""
+        """Makes it durable which names were created, renamed and removed in a folder."""
         announce("fsync", os.path.normpath(self.path_of(name)))
         with self._at(f"{name}/.") as (folder, _):
             os.fsync(folder)
 
 
 def make_folder(path: str) -> None:
-    """Makes a folder, and those above it, if there is none."""
+    """Makes a folder, and its parents, if it does not exist."""
     check_system(path)
     if not os.path.isdir(path):
         announce("mkdir", path)
@@ -222,7 +222,7 @@ def make_folder(path: str) -> None:
 
 
 def write_at(file: int, path: str, offset: int, data: Bytes) -> int:
-    """Writes all of the data at an offset, and returns how many bytes that are."""
+    """Writes all of the data at an offset, and returns the number of bytes."""
     piece = memoryview(data).cast("B")
     announce("pwrite", path, offset, piece)
     size = len(piece)
@@ -233,7 +233,7 @@ def write_at(file: int, path: str, offset: int, data: Bytes) -> int:
 
 
 def read_at(file: int, path: str, offset: int, target: memoryview) -> None:
-    """Fills the target from an offset in a file on."""
+    """Fills the target with the bytes of a file from an offset on."""
     done = 0
     while done < len(target):
         count = os.preadv(file, [target[done:]], offset + done)
@@ -245,13 +245,13 @@ def read_at(file: int, path: str, offset: int, target: memoryview) -> None:
 
 
 def sync(file: int, path: str) -> None:
-    """Takes all that was written to an open file to the disk."""
+    """Makes all writes to an open file durable."""
     announce("fsync", path)
     os.fsync(file)
 
 
 def resize(file: int, path: str, size: int, reserve: bool) -> None:
-    """Gives an open file a size, zeros at its end."""
+    """Sets the size of an open file, adding zeros; if `reserve`, allocates its disk space."""
     announce("resize", path, size)
     try:
         # Without `fallocate`, as on macOS, a file has holes, and a full disk is an error of a later

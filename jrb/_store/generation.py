@@ -1,19 +1,19 @@
-"""The file of one generation: what a commit has promised.
+"""The file of one generation, which records a commit.
 
-`generation-000000000007` begins with a line of JSON, `format`, `version`, and length and checksum
-of the body; then comes the body, another line of JSON; then the bytes of arrays, one after the
-other. The body has
+The file `generation-000000000007` begins with a line of JSON: `format`, `version`, and the length
+and checksum of the body. The body follows, another line of JSON, and then the bytes of arrays, one
+after the other. The body has
 
 * `generation`, the number of the commit; `rows`, the number of the newest row;
-* `meta`, of the owner of the store; None before the first commit;
-* `table`: `folder`, the generation that made it; `slots`, N; `room`, for how many rows there is
-  room so far; `most`, P, up to which it grows (before version 4 that was `room`); and `columns`,
-  each with the rows of a `block` and its `leaves`, of which each has a `name`, its `kind`, and its
-  `width` in bytes (in version 2 a column was its one leaf);
-* `arrays`: `name`, `kind`, `size` in bytes, and `sum`, CRC-32, of each. Those whose names begin
-  with a dot are the store's: the places of rows, and the checksums of their blocks.
+* `meta`, the metadata of the store's owner; None before the first commit;
+* `table`: `folder`, the generation that made the table; `slots`, N; `room`, the rows that its files
+  hold now; `most`, P, the rows up to which they grow (before version 4, `room` was P); `columns`,
+  each with `block`, the rows of a block, and `leaves`, each with its `name`, its `kind`, and its
+  `width` in bytes (in version 2 a column had one leaf, whose fields were the column's);
+* `arrays`: the `name`, `kind`, `size` in bytes, and `sum`, CRC-32, of each array. Names of the
+  store's own arrays begin with a dot: the places of rows, and the checksums of blocks.
 
-It is written beside the others, synced, and renamed; the newest is the one with the largest number.
+The file is written under another name, synced, and renamed. The largest number is the newest.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def name_of(generation: int) -> str:
 
 
 def numbers(folder: Folder) -> list[int]:
-    """Returns the generations in a folder, oldest first; 0 is a store without a commit."""
+    """Returns the numbers of generations in a folder, oldest first; 0 was made with the store."""
     names = [name for name in folder.names() if re.fullmatch(PREFIX + "[0-9]{12}", name)]
     return sorted(int(name.removeprefix(PREFIX)) for name in names)
 
@@ -56,9 +56,9 @@ def last(folder: Folder) -> int | None:
 
 
 def is_own(folder: Folder, name: str) -> bool:
-    """Returns whether a file that has a name of the store's was written by a store, or is empty.
+    """Returns True if a file with one of a store's names was written by a store, or is empty.
 
-    A crash may have cut it short, or have left zeros; and a flipped bit makes it no other's.
+    A crash may have cut the file short, or left zeros in it, and one byte may have been damaged.
     """
     try:
         with os.fdopen(folder.open(name), "rb") as file:
@@ -67,13 +67,13 @@ def is_own(folder: Folder, name: str) -> bool:
         return False
     if name == lock.NAME:
         return not head
-    # Of a whole head one byte may be another: somebody else's file differs in more.
+    # In a complete head one byte may be damaged: files of other programs differ in more.
     wrong = sum(one != other for one, other in zip(head, _HEAD, strict=False))
     return wrong <= (len(head) == len(_HEAD))
 
 
 def check_own(folder: Folder) -> None:
-    """Raises if a file has a name of the store's, but was not written by one."""
+    """Raises `ValueError` if a file has one of a store's names, but was not written by a store."""
     own = {lock.NAME, _NEW, *map(name_of, numbers(folder))}
     for name in folder.names():
         if name in own and not is_own(folder, name):
@@ -86,15 +86,15 @@ def check_own(folder: Folder) -> None:
 def body_of(
     number: int, rows: int, meta: Any, kinds: dict[str, list[Any]], columns: Any, **table: int
 ) -> Body:
-    """Returns a body without sizes and sums of arrays; `table` is its entry but for the columns."""
+    """Returns a body that lacks sizes and sums of arrays; `table` is its entry without columns."""
     about = {**table, "columns": list(map(dataclasses.asdict, columns))}
     arrays = [{"name": name, "kind": kind} for name, kind in kinds.items()]
     return {"generation": number, "rows": rows, "meta": meta, "table": about, "arrays": arrays}
 
 
 def write(folder: Folder, body: Body, arrays: dict[str, Any]) -> None:
-    """Writes a generation and gives it its name; `Folder.sync` makes that last."""
-    check_own(folder)  # a file of that name is overwritten
+    """Writes the file of a generation under its name; only `Folder.sync` makes it durable."""
+    check_own(folder)  # as a file of that name is overwritten
     data = [memoryview(arrays[entry["name"]]) for entry in body["arrays"]]
     # The first line checks the body, and the body checks the arrays.
     for entry, array in zip(body["arrays"], data, strict=True):
@@ -110,22 +110,22 @@ class Location(NamedTuple):
     """The position of a leaf in the rows."""
 
     leaf: Leaf
-    column: int  # its number
+    column: int  # the index of the column
     part: slice  # the bytes of the leaf in a row of the column
 
 
 class Generation:
-    """A generation that was opened, its body checked."""
+    """An open generation, whose body has been checked."""
 
     body: Body
-    identity: str  # a digest of the body, and so of the checksums of all that it names
+    identity: str  # a digest of the body, and so of the checksums of all rows and arrays
 
     def __init__(self, folder: Folder, number: int) -> None:
         self.folder: Folder = folder
         self.path: str = folder.path_of(name_of(number))
         self.number: int = number
         self._file = folder.open(name_of(number))
-        weakref.finalize(self, os.close, self._file)  # an open file stays when its name goes
+        weakref.finalize(self, os.close, self._file)  # a removed file stays readable while open
         self.body, self._begin, self.identity = _read(self._file, self.path)
         if self.body["generation"] != number:
             raise DamagedError(f"{self.path}: is generation {self.body['generation']}, renamed.")
@@ -156,7 +156,7 @@ class Generation:
         }
 
     def read(self, name: str, target: memoryview) -> None:
-        """Fills the target with an array, checked."""
+        """Reads an array into the target, and checks its checksum."""
         offset, entry = self._entry(name)
         files.read_at(self._file, self.path, offset, target)
         checksum = zlib.crc32(target)
@@ -176,7 +176,7 @@ class Generation:
         raise DamagedError(f"{self.path}: leaf '{name}': expected an array, found none.")
 
     def array(self, name: str, dtype: Any) -> np.ndarray:
-        """Returns an array, as numbers of a dtype."""
+        """Returns an array of a dtype, whose bytes were checked."""
         target = bytearray(self._entry(name)[1]["size"])
         self.read(name, memoryview(target))
         if len(target) % np.dtype(dtype).itemsize:
@@ -193,7 +193,7 @@ class Generation:
         for starts, most in ((runs[:, 0], table["slots"]), (runs[:, 1], table["room"])):
             order = np.argsort(starts)
             first, length = starts[order], runs[order, 2]
-            longest = np.append(first[1:], most) - first  # no sum: forged ones may overflow
+            longest = np.append(first[1:], most) - first  # a sum of forged numbers might overflow
             fits &= bool(((length > 0) & (first >= 0) & (length <= longest)).all())
         if not fits:
             raise DamagedError(f"{self.path}: expected runs of places without an overlap.")
@@ -221,7 +221,7 @@ def newest(folder: Folder) -> Generation:
         try:
             return Generation(folder, some[-1])
         except FileNotFoundError:
-            continue  # a newer one has come, and it was removed
+            continue  # a newer one was committed meanwhile, and this one removed
         except DamagedError as error:
             if len(some) > 1:
                 error.add_note(f"There is an older one: load(path, generation={some[-2]}).")
@@ -229,8 +229,8 @@ def newest(folder: Folder) -> Generation:
 
 
 def _read(file: int, path: str) -> tuple[Body, int, str]:
-    """Returns the body, where the arrays begin, and the identity."""
-    # The first line is read before its checksum is known: it is short, and all in it is checked.
+    """Returns the body, the offset at which the arrays begin, and the identity."""
+    # The first line has no checksum: it is short, and all values in it are checked.
     first, line, _ = os.pread(file, _LARGEST_HEAD, 0).partition(b"\n")
     try:
         head = json.loads(first)
@@ -239,7 +239,7 @@ def _read(file: int, path: str) -> tuple[Body, int, str]:
             raise ValueError("its first line is another")
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: expected a generation of a store, got {error!r}.") from error
-    # First of all: of a newer version the body may be anything.
+    # The version comes first, as the body of a newer one may be anything.
     if head["version"] > VERSION:
         raise ValueError(
             f"{path}: expected version {VERSION} or older, got version {head['version']}. A newer "
@@ -251,10 +251,10 @@ def _read(file: int, path: str) -> tuple[Body, int, str]:
             f"{path}: expected the checksum {head['sum']!r}, found {zlib.crc32(text)}: it was "
             "damaged, or edited by hand."
         )
-    # A checksum shows damage. Whoever forges a file can forge that too: all values are checked.
+    # A checksum shows damage, but whoever forges a file can forge it too: check all values.
     try:
         body = json.loads(text)
-        # All is of the right type, and all numbers fit together.
+        # Values must have the right types, and the numbers must agree with each other.
         check_json(body, _BODY, "body")
         table, columns = body["table"], body["table"]["columns"]
         leaves = [leaf for entry in columns for leaf in _leaves(entry)]
@@ -275,7 +275,7 @@ def _read(file: int, path: str) -> tuple[Body, int, str]:
 # Checks of JSON that was read from a file, before anything relies on it.
 
 NATURAL = range(1 << 62)
-"""Numbers of rows, bytes and generations."""
+"""The range of numbers of rows, bytes and generations."""
 
 _DEEPEST = 100  # levels, far below the limit of Python's recursion
 
@@ -283,17 +283,18 @@ _Kind = type | range
 Schema = (
     _Kind | re.Pattern[str] | tuple[_Kind, ...] | list[Any] | dict[Any, Any] | Callable[..., Any]
 )
-"""Says what a value has to be.
+"""A description of the values that are allowed at a place in JSON.
 
-A type, and no other, so that True is no number; a range of whole numbers; a pattern of a whole
-text; a tuple of types and ranges; `[schema]` for a list of any length, `[schema, schema]` for one
-of two; `{name: schema}` for an object that may have further entries, where a name that ends in `?`
-may be missing, and `...` stands for all names; or a function from the value to its schema.
+A type, but no subclass, so that True is no number; a range of integers; a pattern of a whole text;
+a tuple of types and ranges, one of which must fit; `[schema]` for a list of any length, and
+`[schema, schema]` for a list of two; `{name: schema}` for an object that may have further entries,
+where a name that ends in `?` may be missing, and `...` stands for all names; or a function from the
+value to its schema.
 """
 
 
 def check_json(value: Any, schema: Schema, where: str, depth: int = _DEEPEST) -> None:
-    """Raises `ValueError`, which names the entry, unless a value is as its schema says."""
+    """Raises `ValueError` that names the entry unless a value fits its schema."""
     if not depth:
         raise ValueError(f"{where}: expected at most {_DEEPEST} levels")
     if isinstance(schema, list):
@@ -351,5 +352,5 @@ _BODY = {
 
 
 def _leaves(column: Body) -> Any:
-    """Returns the leaves of a column; in version 2 it is its leaf."""
+    """Returns the leaves of a column's entry; in version 2 the entry itself is the only leaf."""
     return column.get("leaves", [column])

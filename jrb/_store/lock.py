@@ -1,4 +1,4 @@
-"""The right to write in a folder."""
+"""The lock that gives one process the right to write in a folder."""
 
 import contextlib
 import errno
@@ -13,9 +13,9 @@ NAME = "lock"
 
 
 class Lock:
-    """The right to write in a folder, of this process alone, until it is released.
+    """The right of this process alone to write in a folder, until it is released.
 
-    The system takes it back when the process ends, however it ends. A process that was forked off
+    The system takes it back when the process ends, however it ends. A process forked from this one
     does not have it.
     """
 
@@ -46,7 +46,7 @@ class Lock:
             raise
 
     def _is_in_place(self) -> bool:
-        """Returns if the file that is locked still has its name."""
+        """Returns True if the locked file still has its name in the folder."""
         try:
             file = self._folder.open(self._name)
         except OSError:
@@ -69,12 +69,12 @@ class Lock:
             raise OSError(errno.ESTALE, "expected the lock that was taken, found it gone", path)
 
     def release(self) -> None:
-        """Gives it back; after an interrupt it may be called again."""
+        """Releases the lock; after an interrupt it may be called again."""
         _release(self._files, self._process)
 
 
 def _holder(file: int) -> str:
-    """Returns who has locked an open file, as far as the system says so."""
+    """Returns, for a message, which process has locked an open file, if the system says so."""
     # A line is such as `1: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF`: process, device and inode.
     inode = str(os.fstat(file).st_ino)
     with contextlib.suppress(OSError, IndexError), open("/proc/locks") as lines:
@@ -85,19 +85,19 @@ def _holder(file: int) -> str:
 
 
 def _release(locked: list[int], process: int) -> None:
-    """Unlocks and closes the files. An interrupt leaves all to be done again but the closing."""
+    """Unlocks and closes files; after an interrupt, a second call does not close a file twice."""
     while locked and os.getpid() == process:
         import fcntl
 
-        fcntl.flock(locked[-1], fcntl.LOCK_UN)  # also where a fork has not let go of its copy yet
-        os.close(locked.pop())  # popped first: a number that is closed may soon be another file's
+        fcntl.flock(locked[-1], fcntl.LOCK_UN)  # works even if a forked process has the file open
+        os.close(locked.pop())  # popped first: the descriptor may soon belong to another file
 
 
 _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Closes the files in a process that was forked off; the locks stay with the other one."""
+    """Closes the lock files in a forked process; the locks stay with its parent."""
     for lock in list(_locks):
         while lock._files:
             os.close(lock._files.pop())

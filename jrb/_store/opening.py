@@ -21,10 +21,10 @@ from jrb._store.table import Column, RowTable, folder_of
 from jrb._store.threads import share
 
 Progress = Callable[[float], None]
-"""Takes the share of some work that is done, from 0 to 1."""
+"""A function that is called with the share of the work that is done, from 0 to 1."""
 
 _TEMPORARY = "jrb-temporary-"
-"""How the folders of temporary stores are called; each process removes those of dead ones."""
+"""The prefix of folders of temporary stores; each process removes those that dead ones left."""
 
 
 def no_progress(share: float) -> None:
@@ -32,17 +32,17 @@ def no_progress(share: float) -> None:
 
 
 def steps(progress: Progress, count: int) -> list[Progress]:
-    """Returns the progress of each of some tasks, which are taken to be of one length."""
+    """Returns a progress function for each of `count` tasks, as if all took equally long."""
     return [lambda share, done=done: progress((done + share) / count) for done in range(count)]
 
 
 def create(
     path: str | None, columns: tuple[Column, ...], slots: int, room: int, reserve: bool
 ) -> Store:
-    """Makes a new store, to which nothing is saved yet, and which this process writes.
+    """Makes a new store without a commit, to which this process writes.
 
-    The folder is empty or not there. A temporary one, with None, goes with the store. There is room
-    for P rows, at least N; if `reserve`, the disk sets it aside now.
+    The folder at `path` must be empty or missing; None makes a temporary one, which is removed with
+    the store. `room` is P, at least N; if `reserve`, disk space for P rows is allocated now.
     """
     if path is not None:
         return _create(os.path.realpath(path), columns, slots, room, reserve)
@@ -105,15 +105,15 @@ def _with_table(
     lock: Lock,
     number: int | None = None,
 ) -> Store:
-    """Makes a store with an empty table, which follows the generation `number`, if there is one."""
+    """Makes a store with an empty table; `number` is the newest generation, None for none."""
     table_folder = 0 if number is None else number + 1
-    # A crash of an earlier try may have left some files of this table.
+    # A crash of an earlier attempt may have left some files of this table.
     folder.clear(folder_of(table_folder), sign=table.NUMBERS)
     if number is None:
         about = {"folder": 0, "slots": slots, "room": room, "most": room}
         generation.write(folder, generation.body_of(0, 0, None, {}, columns, **about), {})
         folder.sync()
-    # Files are made as large as they will be if room is set aside; memory always grows with rows.
+    # With `reserve`, files get their final size now; arrays in memory always grow with the rows.
     first = table.first_room(columns, room)
     table.make(folder, folder_of(table_folder), columns, room if reserve else first, reserve)
     rows = RowTable(folder, folder_of(table_folder), columns, first, writable=True)
@@ -124,22 +124,22 @@ def _with_table(
 
 
 def to_save(path: str, columns: tuple[Column, ...], slots: int, parts: Iterable[str] = ()) -> Store:
-    """Opens the store at a path, made if there is none, with a table of these columns and its lock.
+    """Opens the store at a path for writing, or makes one; its table has these columns.
 
-    Where the last save had other columns, or is damaged, the table is a new one.
+    If the last save had other columns, or is damaged, the store gets a new table.
     """
     columns = table.blocked(columns, slots, slots)
     files.make_folder(path)
     folder = Folder(path)
-    # Before there is a lock: it would be among files of others.
+    # Checked before a lock file is made, which would be put among files of other programs.
     _check_names(folder, parts)
     lock = Lock(folder)
     try:
         number = generation.last(folder)
         if not number:
             return _with_table(folder, columns, slots, slots, False, lock)
-        # The rows of the last save are gone on from only if they are whole: a row that is lost or
-        # damaged would else be promised again.
+        # The rows of the last save are reused only if none is lost or damaged: otherwise such a row
+        # would be committed again.
         with contextlib.suppress(DamagedError):
             last = generation.newest(folder)
             if last.columns == columns and last.body["table"]["slots"] == slots:
@@ -155,7 +155,7 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int, parts: Iterable[
 
 
 def check_free(path: str, parts: Iterable[str] = ()) -> None:
-    """Raises if a file of others would be in the way of a save to a path; nothing is written."""
+    """Raises `ValueError` if files of other programs prevent a save to a path; writes nothing."""
     if os.path.isdir(path):
         _check_names(Folder(path), parts)
     elif os.path.lexists(path):
@@ -163,7 +163,7 @@ def check_free(path: str, parts: Iterable[str] = ()) -> None:
 
 
 def _check_names(folder: Folder, parts: Iterable[str] = ()) -> int | None:
-    """Returns the newest generation; raises if a file of others would be in the way."""
+    """Returns the newest generation; raises `ValueError` if the folder has foreign files."""
     generation.check_own(folder)
     names, last = folder.names(), generation.last(folder)
     if last is None:
@@ -210,7 +210,7 @@ def check_saved(one: Generation) -> None:
 
 
 def store_of(one: Generation) -> Store:
-    """Returns the store as a generation has it; no rows are looked at."""
+    """Returns the store with the rows of a generation; the rows are not read."""
     folder, about = one.folder, one.body["table"]
     check_saved(one)
     rows = RowTable(folder, folder_of(about["folder"]), one.columns, about["room"], writable=False)
@@ -222,14 +222,14 @@ def store_of(one: Generation) -> Store:
 
 
 def check(store: Store, rows: bool) -> None:
-    """Raises `DamagedError` unless the numbers of the rows, and the rows, are what was written."""
+    """Raises `DamagedError` if the numbers of rows, or with `rows` the rows, are damaged."""
     store.table.check_numbers()
     for damage in _damages(store) if rows else ():
         raise DamagedError(damage)
 
 
 def damages(path: str, progress: Progress = no_progress) -> list[str]:
-    """Returns all that is wrong with a store and its older generations, a line each."""
+    """Returns a line about each damage in a store, its older generations included."""
     folder = folder_at(path)
     while True:
         numbers = generation.numbers(folder)
@@ -248,14 +248,14 @@ def damages(path: str, progress: Progress = no_progress) -> list[str]:
                 lines += _damages(store, step)
             except (DamagedError, OSError) as error:
                 lines.append(str(error))
-        # A newer generation may have come meanwhile, with which files of these were removed.
+        # If a newer generation was committed meanwhile, files of these may have been removed.
         if not lines or generation.numbers(folder)[-1:] == numbers[-1:]:
             progress(1.0)
             return list(dict.fromkeys(lines))
 
 
 def _damages(store: Store, progress: Progress = no_progress) -> Iterator[str]:
-    """Yields the damages of rows, in order."""
+    """Yields a line about each damaged block of rows, in order."""
     damages: list[tuple[int, int, str]] = []
     blocks = store.sums.blocks()
     count, turn = itertools.count(1), threading.Lock()

@@ -1,10 +1,10 @@
 """The place of every row in the files of a table, and the queue of free places.
 
-A row is known by its *slot*, of which there are N, and is stored at a *place*, of which there are
-P. Rows are numbered in the order in which they were ever written. A new row never goes to the place
-of the row that it replaces: free places wait in a queue and are used in turn. So a ring of time is
-written round and round, and a row that a kept generation names stays where it is, until that
-generation is removed or the queue is empty.
+A row is identified by its *slot*, one of N, and stored at a *place*, one of P. Rows are numbered in
+the order in which they were written. A new row never goes to the place of the row that it replaces:
+free places wait in a queue and are used in turn. So the files are written round and round, and a
+row that a kept generation refers to stays at its place until that generation is removed, or until
+no place is free.
 
 N may be large and most slots empty: nothing here takes memory or time for slots beyond the highest
 that was ever written, nor for places beyond the room that the table has so far.
@@ -17,23 +17,23 @@ the queue, to which the next `line_up` returns them.
 import numpy as np
 
 NEVER, LOST = -1, -2
-"""Stand for the place of a slot that was never written, and of one whose row is lost."""
+"""Stand in for a place: `NEVER` for a slot that was never written, `LOST` if its row is lost."""
 
-_FEW = 64  # runs that are gone through one by one
+_FEW = 64  # fewer runs than this are handled by a loop in Python
 _PIECE = 1 << 14
 _CURSORS = ("_head", "free", "numbered", "version", "following", "last")
 
 
 class Places:
-    """The places of N slots in a table of P rows; at first those of some runs (see `runs_of`)."""
+    """The places of N slots in a table of P rows; `runs` has the first ones (see `runs_of`)."""
 
     def __init__(self, runs: np.ndarray, slots: int, room: int, version: int = 0) -> None:
         self.slots: int = slots
-        self.kept: np.ndarray = np.zeros(room, bool)  # places that a generation names
+        self.kept: np.ndarray = np.zeros(room, bool)  # places that a generation refers to
         self.version: int = version  # the number of the newest row; rows are counted from 1
         self.following: int = version + 1  # the number that the next row will have
-        # Of how many places at the head of the queue the file of numbers has the numbers of the
-        # rows that will be written there.
+        # For so many places at the head of the queue, the file of numbers already has the numbers
+        # of the rows that will be written there.
         self.numbered: int = 0
         self.free: int = 0  # places in the queue; before `line_up`, none
         self.last: int = -1  # the place that was written last
@@ -41,14 +41,14 @@ class Places:
         self.reach: int = int((runs[:, 0] + runs[:, 2]).max(initial=0))
         # The queue is a ring of `free` places from `_head` on. No place is in it twice.
         self._queue, self._head = np.zeros(room, _dtype(room)), 0
-        # Places are inverted bit by bit, so that `NEVER` is 0, which takes no memory before it is
-        # written to. There is an entry for each slot up to `reach`, perhaps some more, and one at
-        # the end that stands for all others and stays `NEVER`.
+        # Places are stored with all bits inverted, so that `NEVER` is 0, and untouched entries take
+        # no memory. There is an entry for each slot up to `reach`, perhaps some more, and a last
+        # one that stands for all other slots and stays `NEVER`.
         self._inverted = np.zeros(self.reach + 1, _dtype(room))
         self._runs: np.ndarray | None = runs  # None after a change
         _fill(self._inverted, runs[:, 0], ~runs[:, 1], runs[:, 2], -1)
         self._may_lack = False
-        # Places of replaced rows that a generation still names, in the order in which they left.
+        # Places of replaced rows that a generation still refers to, in the order of replacement.
         self._displaced: list[np.ndarray] = []
         self._undo: tuple | None = None
         self._is_under_way = False
@@ -92,9 +92,9 @@ class Places:
         return slots
 
     def line_up(self, kept: np.ndarray) -> None:
-        """Queues all places that nothing names, from the one behind the last written place on."""
+        """Queues all places without a slot or a generation, from the one after `last` on."""
         first = self.next(self.numbered)  # their numbers are on the disk: they stay at the head
-        # Free places follow in the order of the file, so that rows of a ring stay in line.
+        # Free places follow in the order of the file, so that successive rows are adjacent.
         is_busy = kept | self.named()
         is_busy[first] = True
         free = np.flatnonzero(~is_busy)
@@ -108,7 +108,7 @@ class Places:
         self._requeue(places, np.concatenate([self.kept, np.zeros(room - self.room, bool)]))
 
     def _requeue(self, places: np.ndarray, kept: np.ndarray) -> None:
-        # An assignment to other places than these cannot be taken back any more.
+        # After a change of the queue, the last assignment cannot be taken back any more.
         queue, self._undo = np.zeros(len(kept), _dtype(len(kept))), None
         queue[: len(places)] = places
         self.kept, self._queue, self._head, self.free = kept, queue, 0, len(places)
@@ -147,13 +147,13 @@ class Places:
         old = old[old >= 0]
         is_kept = self.kept[old]
         self._append(old[~is_kept])
-        # A generation names these places: they are used again only when no other is free.
+        # A generation refers to these places: they are used again only when no other is free.
         if expiring and is_kept.any():
             self._displaced.append(old[is_kept])
         self._is_under_way = False
 
     def settle(self, version: int | None = None) -> None:
-        """Takes back an interrupted assignment, or the last one if it followed this version."""
+        """Takes back an interrupted assignment; also the last one, if it was made to `version`."""
         if self._undo is None:
             return
         slots, old, new, cursors, displaced = self._undo
@@ -162,12 +162,12 @@ class Places:
             self._inverted[slots] = ~old
             del self._displaced[displaced:]
             vars(self).update(cursors)
-            # Old places may have been appended over the first ones, where the queue was full.
+            # If the queue was full, appended old places may have overwritten the first ones.
             self._queue[np.arange(self._head, self._head + len(new)) % len(self._queue)] = new
             self._is_under_way, self._undo = False, None
 
     def give_up(self, count: int) -> None:
-        """Queues at least `count` places of replaced rows, the oldest, that a generation names."""
+        """Queues `count` or more places of the oldest replaced rows, despite their generations."""
         self._undo = None
         while self._displaced and count > 0:
             places = self._displaced.pop(0)
@@ -175,7 +175,7 @@ class Places:
             count -= len(places)
 
     def release(self, slots: np.ndarray, count: int) -> None:
-        """Queues the places of `count` of these slots; their rows are lost."""
+        """Queues the places of up to `count` of these slots, whose rows are then lost."""
         self._undo = None
         slots = slots[self.at(slots) >= 0][:count]
         places = self.at(slots)
@@ -184,30 +184,30 @@ class Places:
 
 
 def _dtype(count: int) -> type:
-    """Returns the dtype of numbers below a count."""
+    """Returns the smallest dtype for numbers below a count, int32 or int64."""
     return np.int32 if count < 1 << 31 else np.int64
 
 
 def _fill(
     target: np.ndarray, starts: np.ndarray, values: np.ndarray, lengths: np.ndarray, step: int
 ) -> None:
-    """Sets entries from each start on to a value, and to so many steps from it."""
+    """Fills each run: entry `start + i` becomes `value + i * step`, for i below its length."""
     if len(starts) < _FEW:
-        # In pieces, as new memory costs more than the sums: 2 ms for a million rows, not 4.
+        # In pieces, as new memory costs more than the sums: 2 ms for a million rows, else 4.
         steps = step * np.arange(_PIECE, dtype=target.dtype)
         for start, value, length in np.stack([starts, values, lengths], 1).tolist():
             for done in range(0, length, _PIECE):
                 part = target[start + done : start + min(done + _PIECE, length)]
                 np.add(steps[: len(part)], value + step * done, out=part)
-    else:  # for a million runs 90 ms, where the loop takes 3.5 s; for one run 14 and 0.3 ms
+    else:  # a million runs take 90 ms, in the loop 3.5 s; one run takes 14 ms, in the loop 0.3
         ends = np.cumsum(lengths)
         offset = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
         target[np.repeat(starts, lengths) + offset] = np.repeat(values, lengths) + step * offset
 
 
 def runs_of(places: np.ndarray) -> np.ndarray:
-    """Returns places of slots as runs, int64 `[K, 3]`: a slot, its place, how many follow both."""
-    # Breaks are few in a ring. `NEVER`, -1, and place 0 do not follow one another.
+    """Returns the places of slots as runs, int64 `[K, 3]`: first slot, first place, length."""
+    # In a ring, breaks are few. There is always one between `NEVER`, -1, and place 0.
     breaks = np.flatnonzero((places[1:] != places[:-1] + 1) | (places[:-1] < 0)) + 1
     edges = np.concatenate([[0], breaks, [len(places)]])
     first, length = edges[:-1], np.diff(edges)
@@ -218,8 +218,8 @@ def runs_of(places: np.ndarray) -> np.ndarray:
 
 
 def named_by(runs: np.ndarray, room: int) -> np.ndarray:
-    """Returns which places runs have, bool `[P]`."""
-    if len(runs) < _FEW:  # as in a ring: 0.02 ms for a million rows, where the sum takes 5
+    """Returns which places are part of a run, bool `[P]`."""
+    if len(runs) < _FEW:  # as in a ring: 0.02 ms for a million rows; the sum below takes 5 ms
         is_named = np.zeros(room, bool)
         for _, place, length in runs.tolist():
             is_named[place : place + length] = True

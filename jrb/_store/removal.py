@@ -1,4 +1,4 @@
-"""Removes folders of which every file is known to belong to their format, or nothing of them."""
+"""Removes a folder if every file in it is known to belong to its format; otherwise nothing."""
 
 import contextlib
 import functools
@@ -14,23 +14,23 @@ from jrb._store.lock import Lock
 from jrb._store.table import NUMBERS, files_of, folder_of
 
 IsOwn = Callable[[str, str], bool]
-"""Returns whether a file belongs to a format: the path of the folder, and the name below it."""
+"""A function `(path of the folder, name below it)`: True if the file belongs to a format."""
 
 _IN_STORE = re.compile(
     r"lock|generation\.new|generation-\d{12}|rows(-\d+)?/(.+/)?([^/]+\.bin|\.numbers)"
 )
-_LOCK = ".lock"  # the end of the names of locks in a folder where several processes write
-_MOST = 5  # names in a message
+_LOCK = ".lock"  # names of locks end so in a folder where several processes write
+_MOST = 5  # the most names in an error message
 
 
 def is_of_store(path: str, name: str) -> bool:
-    """Returns whether a file in the folder of a store is one that the store has written."""
+    """Returns True if a file in the folder of a store was written by the store."""
     if not _IN_STORE.fullmatch(name):
         return False
     table, _, file = name.partition("/")
     if not file:
         return generation.is_own(Folder(path), name)
-    about: list[tuple[int, ...]] = []  # a store made anew has other files
+    about: list[tuple[int, ...]] = []  # identifies the generation files, as the key of a cache
     for number in generation.numbers(Folder(path)):
         with contextlib.suppress(FileNotFoundError):
             stat = os.lstat(os.path.join(path, generation.name_of(number)))
@@ -38,12 +38,12 @@ def is_of_store(path: str, name: str) -> bool:
     return file in _files_of_tables(path, tuple(about)).get(table, {file})
 
 
-@functools.lru_cache(maxsize=8)  # it is asked for each file
+@functools.lru_cache(maxsize=8)  # it is called for each file
 def _files_of_tables(path: str, about: tuple[tuple[int, ...], ...]) -> dict[str, set[str]]:
-    """Returns the files of each table whose columns a generation names."""
+    """Returns the files of each table, by its folder, according to the generations."""
     known: dict[str, set[str]] = {}
     for number, *_ in about:
-        with contextlib.suppress(OSError, ValueError):  # what is damaged says nothing
+        with contextlib.suppress(OSError, ValueError):  # skips damaged generations
             one = generation.Generation(Folder(path), number)
             names = known.setdefault(folder_of(one.body["table"]["folder"]), {NUMBERS})
             names.update(files_of(one.columns))
@@ -51,18 +51,18 @@ def _files_of_tables(path: str, about: tuple[tuple[int, ...], ...]) -> dict[str,
 
 
 def remove(path: str, is_own: IsOwn) -> None:
-    """Removes a folder; see `locked`. Files that come into it meanwhile stay."""
+    """Removes a folder under the locks of `locked`. Files that are added meanwhile stay."""
     with locked(path, is_own):
         discard(path, is_own)
 
 
 @contextlib.contextmanager
 def locked(path: str, is_own: IsOwn) -> Iterator[None]:
-    """Holds the locks of all writers in a folder in which nothing is but files of its format."""
+    """Holds the locks of all writers in a folder; raises if it has files not of its format."""
     with contextlib.ExitStack() as stack:
         own = _checked(path, is_own)
         locks = {name for name in own if name.endswith(_LOCK)}
-        for name in own:  # of folders in which a writer takes a lock
+        for name in own:  # a folder with such files has a lock that writers take
             folder, last = os.path.split(name)
             if last.startswith((lock.NAME, generation.PREFIX)):
                 locks.add(os.path.join(folder, lock.NAME))
@@ -73,10 +73,10 @@ def locked(path: str, is_own: IsOwn) -> Iterator[None]:
 
 
 def discard(path: str, is_own: IsOwn) -> None:
-    """Removes the files in a folder that are its format's own, then the folders that are empty.
+    """Removes all files of the format in a folder, and then all empty folders.
 
-    The files by which a store is recognised go after its rows. Locks go last: as long as one is
-    there, no other process begins to write, or to remove.
+    Generations, by which a store is recognised, are removed after its rows. Locks are removed last:
+    as long as one exists, no other process begins to write or to remove.
     """
 
     def turn(name: str) -> tuple[int, str]:
@@ -102,8 +102,8 @@ def discard_stale(folder: str, prefix: str) -> None:
     """
     for path in glob.glob(os.path.join(glob.escape(folder), f"{prefix}*")):
         with contextlib.suppress(OSError, ValueError, LockedError), contextlib.ExitStack() as stack:
-            # Generation 0 is written under the lock. A store without it may be so young that its
-            # process has yet to take the lock, or all that is large is gone.
+            # Generation 0 is written under the lock. If it is missing, the store may be so new that
+            # its process has yet to take the lock; or the large files are removed already.
             is_mine = os.lstat(path).st_uid == os.getuid() and not os.path.islink(path)
             if is_mine and generation.numbers(Folder(path)) == [0]:
                 stack.callback(Lock(Folder(path)).release)
@@ -111,7 +111,7 @@ def discard_stale(folder: str, prefix: str) -> None:
 
 
 def _checked(path: str, is_own: IsOwn) -> list[str]:
-    """Returns the files in a folder, all of which are its format's own."""
+    """Returns the files in a folder; raises unless all of them belong to its format."""
     if _leads_away(path):
         raise ValueError(f"{path}: expected a folder to remove, found a link or a file system.")
     names, folders = _below(path)
@@ -120,7 +120,7 @@ def _checked(path: str, is_own: IsOwn) -> list[str]:
     # An empty folder belongs to no format: whoever made it may need it.
     others = {*names, *folders} - {*own, *used}
     if others:
-        # Of a folder without files of the format, only the outermost one is named.
+        # A folder without any file of the format is named itself, not the names in it.
         tops = sorted(
             {next(up for up in (*_above(name), name) if up not in used) for name in others}
         )
@@ -134,7 +134,7 @@ def _checked(path: str, is_own: IsOwn) -> list[str]:
 
 
 def _above(name: str) -> list[str]:
-    """Returns the folders in which a file or a folder is, the outermost first."""
+    """Returns all parent folders of a name, the outermost first."""
     parts = name.split("/")
     return ["/".join(parts[:end]) for end in range(1, len(parts))]
 

@@ -1,10 +1,10 @@
-"""A store of rows on a disk: written as a ring, committed as a whole, never over what it promised.
+"""A store of rows on a disk, which is written as a ring and committed as a whole.
 
-A row is written to a free place (see `jrb._store.places`), so the rows that the last commit names
-stay as they are, and a commit has nothing to do but to sync the rows and to write one file. There
-is nothing to be undone after a crash. Only where a ring has no free place left since the last
-commit, the oldest rows that it promised go, after the numbers of their places have changed on the
-disk: a reader, and whoever opens the store after a crash, finds by the numbers which rows are lost.
+A row is written to a free place (see `jrb._store.places`), so the rows of the last commit stay as
+they are, and a commit only has to sync the rows and to write one file. After a crash, nothing has
+to be undone. Only if no place is free any more before the next commit, the oldest committed rows
+are overwritten, after the numbers of their places have changed on the disk: by these numbers a
+reader, and whoever opens the store after a crash, recognises the lost rows.
 """
 
 import os
@@ -37,15 +37,15 @@ _OUTCOMES = (
 
 
 class Store:
-    """A store as it is open in this process; see `jrb._store.opening`.
+    """A store that is open in this process; `jrb._store.opening` opens it.
 
-    All states of a buffer share it. Each is known by its version, the number of the newest row that
-    it knows of; only the newest may be written to, and of others rows that are still there are
-    read. The first write takes the lock.
+    All states of a buffer share it. A state has a version, which is the number of its newest row.
+    Only the newest state may be written to; of older ones, rows that were not overwritten since can
+    be read. The first write takes the lock.
     """
 
-    # Returns the generation to go on from, where that is not the newest: of a store that is part of
-    # a whole, which names it. Later ones go with the first write.
+    # Set if the store is one of several that are saved together: returns the generation that the
+    # common one refers to, even if it is not the newest. The first write removes later ones.
     promised: Callable[[], int | None] | None = None
 
     def __init__(
@@ -64,23 +64,23 @@ class Store:
         self.slots: int = places.slots  # N
         self.table: RowTable = table
         self.generation: int = number
-        self.drawing: Gate = Gate()  # lets draws in, for which writes of other threads wait
+        self.drawing: Gate = Gate()  # tracks draws, for which writes of other threads wait
         self.sums: Sums = Sums(table)  # of the rows that were committed or opened
-        self.lost: np.ndarray = np.zeros(0, np.int64)  # slots whose rows were promised
+        self.lost: np.ndarray = np.zeros(0, np.int64)  # slots whose committed rows are gone
         self._places = places
         self._table_folder = table_folder  # the generation that made the table
-        self._reserve = reserve  # whether the disk sets room aside when the table grows
-        self._most = most  # P, up to which the table grows before old rows go
+        self._reserve = reserve  # True if disk space is allocated when the table grows
+        self._most = most  # P, up to which the table grows before old rows are overwritten
         self._lock, self._is_ousted = lock, False
-        self._kept: dict[int, np.ndarray] = {}  # places by generation
-        self._folders: dict[int, int] = {}  # those of tables, by generation
+        self._kept: dict[int, np.ndarray] = {}  # the places that each generation refers to
+        self._folders: dict[int, int] = {}  # the folder of each generation's table
         self._turn, self._writer = threading.RLock(), 0
 
     def leave_out_lost(self) -> bool:
-        """Leaves out the rows that were overwritten since the last call; returns if any were.
+        """Drops the rows that were overwritten since the last call; returns True if any were.
 
-        The ring came round to them before the next commit. As the other rows of their block cannot
-        be checked any more, these go too.
+        The ring wrapped around to them before the next commit. The other rows of their blocks are
+        dropped too, as they cannot be checked any more.
         """
         slots = self._overwritten()
         if not len(slots):
@@ -94,9 +94,9 @@ class Store:
         return True
 
     def _overwritten(self) -> np.ndarray:
-        """Returns the slots whose rows this store has promised, but that were overwritten."""
-        # Numbers are written ahead of rows, to free places: a look at those that slots have shows
-        # in 1 ms of a million rows that none was overwritten; to look for these slots takes 15.
+        """Returns the slots whose committed rows were overwritten."""
+        # Newer numbers are mostly at free places, as they are written ahead of rows. With a million
+        # rows, it takes 1 ms to see that no slot has such a place, and 15 ms to find the slots.
         is_newer = self.table.is_after(self.version)
         if not (is_newer & named_by(self._places.runs, self.table.room)).any():
             return np.zeros(0, np.int64)
@@ -117,15 +117,15 @@ class Store:
     def take_column(
         self, version: int, number: int, slots: np.ndarray, part: slice | None = None
     ) -> np.ndarray:
-        """Returns rows as `take`, of one column or of a part of its bytes."""
+        """Calls `take` for one column, or for a part of the bytes of its rows."""
         return self.take(version, [slots], number, part)[0]
 
     def take(
         self, version: int, slots: list[np.ndarray], first: int = 0, part: slice | None = None
     ) -> list[np.ndarray]:
-        """Returns rows of consecutive columns, uint8 `[B, width]`, at slots `[B]` of each.
+        """Returns rows of the columns from `first` on, uint8 `[B, width]`, each at its slots `[B]`.
 
-        They are zeros where none was written. `StaleError`: one is newer than the version.
+        Rows that were never written are zeros. Raises `StaleError` if one is newer than `version`.
         """
         rows, places_at = [], {}
         for number, at in enumerate(slots, first):
@@ -136,11 +136,11 @@ class Store:
             if not places.size or places.item(places.argmin()) >= 0:
                 rows.append(self.table.take(number, places, part))
                 continue
-            is_written = places >= 0  # reading a hole may take disk
+            is_written = places >= 0  # to read a hole in a file may take disk space
             written = self.table.take(number, places[is_written], part)
             rows.append(np.zeros((len(places), written.shape[1]), np.uint8))
             rows[-1][is_written] = written
-        # Last of all: meanwhile a row may have been overwritten.
+        # Checked after the reads, as a row may have been overwritten meanwhile.
         for places in places_at.values():
             self._check_unchanged(version, places)
         return rows
@@ -158,19 +158,19 @@ class Store:
             )
 
     def read_columns(self, targets: dict[int, np.ndarray]) -> None:
-        """Fills targets, uint8 `[N, width]` by the numbers of columns, with all rows, checked.
+        """Reads and checks all rows of columns into targets, uint8 `[N, width]`, by column index.
 
-        Some rows of all columns are read before the next ones: targets may be parts of the rows of
-        one array, which then pass through the cache once.
+        It reads some blocks of all columns before the next ones: if the targets are parts of the
+        rows of one array, this array passes through the cache only once.
         """
-        # By places and not by slots: a file is read from its beginning to its end.
+        # In the order of places and not of slots: a file is read from its beginning to its end.
         slots_at, size = self._places.slots_at(), self.sums.block
 
         def read(blocks: range) -> None:
             slots = slots_at[blocks.start * size : blocks.stop * size]
             is_named = slots >= 0
             slots = slots[is_named]
-            # Rows of a ring that were written in order are read to where they belong, and others
+            # Rows that were written in the order of slots are read directly into the target; others
             # are copied once more.
             in_order = is_named.all() and bool((np.diff(slots) == 1).all())
             for number, target in targets.items():
@@ -203,11 +203,11 @@ class Store:
         return np.where(places >= 0, self.table.numbers(np.maximum(places, 0)), 0)
 
     def is_new_table(self) -> bool:
-        """Returns if no generation has this table yet."""
+        """Returns True if no generation has this table yet."""
         return self._folders.get(self.generation) != self._table_folder
 
     def is_blank(self, slots: np.ndarray) -> bool:
-        """Returns if none of some slots was ever written."""
+        """Returns True if none of some slots was ever written."""
         return bool((self._places.at(slots) == NEVER).all())
 
     def check_newest(self, version: int) -> None:
@@ -232,11 +232,11 @@ class Store:
     ) -> int:
         """Writes rows, uint8 `[B, width]` of every column, at distinct slots, int64 `[B]`.
 
-        Returns the version of the state that knows of them. Where it fails, nothing has happened;
-        but where there are fewer free places than rows, the old rows of these slots may be lost,
-        which draws and commits then say. If `expiring`, rows that were promised may go where no
-        place is free, because the ring has come round to them; otherwise the table grows. If
-        `patient`, it waits for draws of other threads that are under way.
+        Returns the version of the new state. If it fails, nothing has changed; except that, with
+        fewer free places than rows, the old rows of these slots may be lost, and then draws and
+        commits raise. If no place is free, committed rows are overwritten if `expiring`, as the
+        ring has wrapped around to them; otherwise the table grows. If `patient`, the write waits
+        for draws of other threads.
         """
         with self._turn:
             self.own()
@@ -255,9 +255,9 @@ class Store:
             return self.version
 
     def take_back(self, version: int) -> None:
-        """Makes this version the newest again, if this thread made the last write to it.
+        """Undoes the last write if this thread made it, to the state of this version.
 
-        For a write that was interrupted after it had happened: no state knows of it.
+        It is for a write that was interrupted after it had happened, so that no state includes it.
         """
         with self._turn:
             if self._writer == threading.get_ident():
@@ -280,8 +280,8 @@ class Store:
             self.table.grow(room, self._reserve)
             self._fit()
         if places.numbered < count:
-            # Some places ahead at a time, as a sync takes longer than all else. The numbers are on
-            # the disk before the rows change where a generation names these places.
+            # Numbers are written for many places ahead, as a sync takes longer than all else. They
+            # are synced before the rows change, if a generation refers to these places.
             count = min(chunk, places.free)
             line = places.next(count)[places.numbered :]
             numbers = places.following + np.arange(places.numbered, count)
@@ -289,7 +289,7 @@ class Store:
             places.kept[line], places.numbered = False, count
 
     def _fit(self) -> None:
-        """Makes all as large as the table, also where an interrupt came between."""
+        """Grows all arrays to the size of the table, also if an interrupt prevented that before."""
         room = self.table.room
         if self._places.room < room:
             self.sums.grow()
@@ -297,15 +297,15 @@ class Store:
             self._places.grow(room)
 
     def own(self) -> None:
-        """Makes this the store that writes."""
+        """Makes this the only store that writes to its folder."""
         with self._turn:
             if self._lock is not None and not self._is_ousted:
                 self._lock.check()
                 return
             self.folder.check()
             self._check_generation()
-            # A store of this process that has the lock hands it over: the state that is written to
-            # first stays the newest, and the other one is stale.
+            # If another store of this process has the lock, it hands it over. So whichever store is
+            # written to first after both were opened stays valid, and the other one is stale.
             rival = writing.get(self.path)
             if rival is not None and not rival.folder.is_same(self.folder):
                 rival = None
@@ -324,7 +324,7 @@ class Store:
             writing[self.path] = self
 
     def oust(self) -> Lock:
-        """Returns the lock for another store of the same process; this one is stale from now on."""
+        """Gives the lock to another store of the same process; this one is stale from now on."""
         with self._turn:
             self._is_ousted = True
             if self._lock is None:
@@ -352,20 +352,20 @@ class Store:
         used = places.used[places.used >= 0]
         places.last = int(used[self.table.numbers(used).argmax()]) if len(used) else -1
         self._lock = lock
-        # Generations that were written, but that the whole never came to name, are undone.
+        # Removes generations that were written, but never became part of a common generation.
         later = [one for one in generations.numbers(self.folder) if one > self.generation]
         self._remove(later)
         self.keep_all()
 
     def _remove(self, numbers: list[int]) -> None:
-        """Removes generations; they are gone for good afterwards."""
+        """Removes generations, durably."""
         for number in numbers:
             self.folder.remove(generations.name_of(number))
         if numbers:
             self.folder.sync()
 
     def keep_all(self) -> None:
-        """Reads which places the generations name that are in the folder."""
+        """Reads which places the generations in the folder refer to, so that these are kept."""
         for number in generations.numbers(self.folder):
             try:
                 generation = Generation(self.folder, number)
@@ -384,7 +384,7 @@ class Store:
         self._free()
 
     def _free(self) -> None:
-        """Queues the places that nothing names any more."""
+        """Queues the places that no slot and no generation refers to any more."""
         kept = np.zeros(self.table.room, bool)
         for mask in self._kept.values():
             kept |= mask
@@ -394,7 +394,7 @@ class Store:
         with self._turn:
             if self._lock is not None:
                 writing.pop(self.path, None)
-                self._lock.release()  # before it is forgotten: an interrupt leaves it to be done
+                self._lock.release()  # released first: after an interrupt, `close` can be repeated
                 self._lock = None
 
     # Committing.
@@ -407,10 +407,10 @@ class Store:
         arrays: dict[str, Any],
         keep: int | None = 0,
     ) -> int:
-        """Makes all that was written the next generation, and returns its number.
+        """Commits all writes as the next generation, and returns its number.
 
-        The owner has `meta` and the kinds of other arrays, for JSON, and their bytes. `keep` older
-        generations stay, all with None. Where it fails, a note says whether it has happened.
+        The owner gives `meta`, for JSON, and arrays by name, their `kinds` and bytes. `keep` older
+        generations stay; None keeps all. An error has a note that says if the commit has happened.
         """
         with self._turn:
             self.own()
@@ -436,7 +436,7 @@ class Store:
         self, meta: Any, kinds: dict[str, list[Any]], arrays: dict[str, Any]
     ) -> None:
         """Syncs the rows, and writes the file of the next generation with the store's arrays."""
-        # A commit names the places that slots have now.
+        # The commit refers to the places that slots have now.
         number, is_named = self.generation + 1, self._places.named()
         try:
             self.sums.settle(is_named)
@@ -453,7 +453,7 @@ class Store:
                 room=self.table.room,
                 most=max(self._most, self.table.room),
             )
-            # From the renaming of its file on it has happened; with the sync it lasts.
+            # Once its file is renamed, the commit has happened; after the sync, it is durable.
             generations.write(self.folder, body, {**arrays, **own})
             self._move_on(number, is_named)
             self.folder.sync()
@@ -470,9 +470,9 @@ class Store:
         self.generation = number
 
     def expire(self, kept: set[int]) -> None:
-        """Removes the generations that need not stay, and frees what only they named."""
+        """Removes all generations but `kept`, and frees the places that only they referred to."""
         numbers = {*generations.numbers(self.folder), *self._kept, *self._folders}
-        # Files go before their places are free: no generation names a row that was overwritten.
+        # Files are removed before places are freed: no generation refers to an overwritten row.
         expired = sorted(numbers - kept)
         self._remove(expired)
         for number in expired:
@@ -486,7 +486,7 @@ class Store:
 
 
 def is_table(folder: Folder, name: str) -> bool:
-    """Returns if a folder in a store's is that of a table, or a remainder of one."""
+    """Returns True if a folder inside a store's folder is a table, or the remainder of one."""
     if not re.fullmatch(r"rows(-[0-9]+)?", name):
         return False
     try:
@@ -497,9 +497,9 @@ def is_table(folder: Folder, name: str) -> bool:
 
 
 def _forget_writers() -> None:
-    """Lets a process that was forked off write nowhere."""
+    """Keeps a forked process from writing to the stores of its parent."""
     for store in list(writing.values()):
-        # Other threads, which are not here, may have held these locks.
+        # Threads of the parent, which this process does not have, may have held these locks.
         store._turn, store.drawing = threading.RLock(), Gate()
     writing.clear()
 

@@ -1,6 +1,6 @@
-"""Checksums of the rows that a commit names, block by block.
+"""Checksums of committed rows, one for each block of a column.
 
-A sum is over those rows of a block that are named, in the order of their places.
+A checksum covers the rows of a block that a commit refers to, in the order of their places.
 """
 
 import functools
@@ -11,8 +11,8 @@ import numpy as np
 from jrb._store.table import RowTable, runs
 from jrb._store.threads import share
 
-# Bytes that are read at once: with 8 MB, what is read leaves the cache, and a load of a million
-# rows of 36 bytes takes 1.25x as long.
+# Bytes that are read at a time: 8 MB would not stay in the cache, and a load of a million rows of
+# 36 bytes would take 1.25x as long.
 _RUN = 1 << 20
 
 
@@ -21,23 +21,23 @@ class Sums:
 
     def __init__(self, table: RowTable) -> None:
         self.table: RowTable = table
-        # For each column the sums of its blocks, uint32; and the places that they are over.
+        # For each column the checksums of its blocks, uint32; and the places that they cover.
         self.columns: list[np.ndarray] = [np.zeros(0, np.uint32) for _ in table.columns]
         self.named: np.ndarray = np.zeros(table.room, bool)
-        self._touched = np.zeros(table.room, bool)  # written since
-        self._unsynced = np.zeros(table.room, bool)  # summed, but a sync failed since
+        self._touched = np.zeros(table.room, bool)  # places written since the last commit
+        self._unsynced = np.zeros(table.room, bool)  # covered by a checksum, but their sync failed
 
     @property
     def block(self) -> int:
         return self.table.columns[0].block if self.table.columns else 1
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Returns the blocks that have sums: number of the column, number of the block."""
+        """Returns all blocks that have checksums, as pairs (index of column, index of block)."""
         blocks = self._blocks_of(self.named)
         return [(number, block) for number in range(len(self.columns)) for block in blocks]
 
     def runs(self, numbers: list[int]) -> list[range]:
-        """Returns the blocks that have sums, about a megabyte of these columns at a time."""
+        """Returns ranges of blocks with checksums, each about a megabyte of some columns."""
         width = sum(self.table.columns[number].width for number in numbers)
         step = max(1, _RUN // max(width * self.block, 1))
         blocks = np.array(self._blocks_of(self.named), np.int64)
@@ -49,14 +49,14 @@ class Sums:
         ]
 
     def _blocks_of(self, places: np.ndarray) -> list[int]:
-        """Returns the blocks in which some places are, bool `[P]`."""
+        """Returns the indices of the blocks that contain some of these places, bool `[P]`."""
         if not len(places):
             return []
         starts = np.arange(0, len(places), self.block)
         return np.flatnonzero(np.logical_or.reduceat(places, starts)).tolist()
 
     def forget(self, blocks: np.ndarray) -> None:
-        """Leaves out blocks in which rows are lost: what else is in them cannot be checked."""
+        """Drops the checksums of blocks with lost rows: their other rows cannot be checked."""
         for column in self.columns:
             column[blocks] = 0
         self.named[np.isin(np.arange(len(self.named)) // self.block, blocks)] = False
@@ -78,12 +78,12 @@ class Sums:
         share(lambda block: self.check(number, block), self._blocks_of(self.named))
 
     def settle(self, named: np.ndarray) -> None:
-        """Sums up the blocks that changed, and takes all rows to the disk, both at once."""
+        """Computes the checksums of changed blocks, and meanwhile syncs all rows to the disk."""
         touched = self._touched | self._unsynced
         changed = (named != self.named) | self._touched
         if self._unsynced.any():
-            # After a failed sync the system may take its pages for written: they are written again,
-            # if they are still what they were.
+            # After a failed sync the system may consider the pages written. So these rows are
+            # written once more, if they still have their checksums.
             places = self._unsynced & ~self._touched
             unchecked = set(self._blocks_of(self._touched & self.named))
             for number, column in enumerate(self.table.columns):
@@ -97,16 +97,16 @@ class Sums:
         try:
             self._sum_up(named, changed, syncs if touched.any() else [])
         except BaseException:
-            self._sum_up(named, changed, [])  # these sums are what the next try checks against
+            self._sum_up(named, changed, [])  # the next attempt checks rows against these
             self._unsynced, self._touched = touched, np.zeros(len(touched), bool)
             raise
-        # New arrays: zeros of the system take no memory until rows are written.
+        # New arrays, as zeros from the system take no memory until they are written to.
         self._unsynced, self._touched = np.zeros((2, len(touched)), bool)
 
     def _sum_up(
         self, named: np.ndarray, changed: np.ndarray, others: list[Callable[[], None]]
     ) -> None:
-        """Computes the sums of the blocks of places that changed, and does other things."""
+        """Computes the checksums of blocks with changed places, and calls `others` meanwhile."""
         count = -(-self.table.room // self.block)
         sums = [longer(column, count) for column in self.columns]
 
@@ -114,7 +114,7 @@ class Sums:
             number, block = task
             part = slice(block * self.block, (block + 1) * self.block)
             before = self.named[part]
-            # Rows that were committed, and not written since, have to be what they were.
+            # A committed block to which nothing was written must still have its checksum.
             if (before & named[part]).any() and not (before & self._touched[part]).any():
                 self.check(number, block)
             sums[number][block] = self.table.checksum(number, block, named)
@@ -125,5 +125,5 @@ class Sums:
 
 
 def longer(array: np.ndarray, length: int) -> np.ndarray:
-    """Returns an array with zeros behind it."""
+    """Returns an array that is extended to a length by zeros."""
     return np.concatenate([array, np.zeros(length - len(array), array.dtype)])

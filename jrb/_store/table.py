@@ -1,13 +1,13 @@
-"""Columns of P rows, each a raw file; and a file of the numbers of rows.
+"""Columns of P rows, each in a raw file, and a file with the number of each row.
 
-The row at place p of a column begins at byte p times its width. A file is called like its leaf
-(`next/observation.bin`), or like the first one of those in it (`observation+3.bin`). Rows are read
-through a mapping and written by `pwrite`, so that a full disk is an error and the rows written do
-not count as memory of this process.
+The row at place p of a column begins at byte p times its width. A file has the name of its leaf
+(`next/observation.bin`), or that of its first leaf and how many more it has (`observation+3.bin`).
+Rows are read through a mapping and written by `pwrite`, so that a full disk is an error, and
+written rows do not count as memory of this process.
 
 `.numbers` holds, for each place, the number of the row that is there, or that will be written there
-next. It changes before the row does, so that whoever read a row learns from it if that was still
-the row in question. The number is in the high 48 bits of a word; the low 16 bits are a check of it.
+next. It changes before the row does: whoever checks it after reading a row knows whether that was
+the right row. The number is in the high 48 bits of a word; the low 16 bits are a check of it.
 """
 
 import contextlib
@@ -33,32 +33,32 @@ from jrb._store.files import Folder
 from jrb._store.threads import share
 
 SMALL = 1 << 17
-"""Bytes of a gather below which another copy does not matter."""
+"""A gather of fewer bytes may make another copy, which takes no time that matters."""
 
-_SMALLEST_BLOCK, _MOST_BLOCKS = 1 << 18, 4096  # bytes of all columns
-_ODD = np.uint64(0x9E3779B97F4A7C15)  # of no pattern: the golden ratio's
-_ALIGNMENT = 64  # bytes; where XLA takes memory without a copy
-_LONGEST = 255  # bytes of a name
-_PIECE = 1 << 20  # bytes that are looked at at a time
-_NUMBERS_AT_ONCE = 1 << 14  # by one thread; four times as many leave its cache, 2x slower
+_SMALLEST_BLOCK, _MOST_BLOCKS = 1 << 18, 4096  # bytes of a block in all columns; blocks of a table
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # an odd number without a pattern, from the golden ratio
+_ALIGNMENT = 64  # bytes; XLA takes memory that is aligned so without a copy
+_LONGEST = 255  # bytes of the name of a file
+_PIECE = 1 << 20  # bytes for a checksum that are read at a time
+_NUMBERS_AT_ONCE = 1 << 14  # checked by a thread at a time; 4x as many leave its cache, 2x slower
 _FIRST = 8 << 20  # bytes of a table that has no rows yet
-_MOST_OPEN = 32  # files of a table
+_MOST_OPEN = 32  # files of a table that stay open
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf of all rows."""
+    """A leaf that every row has."""
 
-    # Such as `next/observation`, in which a part has no `/`, and `%` is written `%25`; `.` for
-    # items that are one array.
+    # Such as `next/observation`, whose parts contain no `/`, and `%25` for `%`; `.` for items that
+    # are a single array.
     name: str
     kind: tuple[Any, ...]  # dtype and shape of an item, for the owner
-    width: int  # bytes of it in a row
+    width: int  # its bytes in a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A file of all rows, of one leaf or of several."""
+    """One leaf of all rows, or several, in a file."""
 
     leaves: tuple[Leaf, ...]  # in the order that they have in a row
     block: int = 0  # rows of a block, the unit of checksums
@@ -80,7 +80,7 @@ class Column:
 
     @property
     def file(self) -> str:
-        """The file's name: that of the first leaf, and how many more. A `+` is in no leaf's."""
+        """The file's name: the first leaf's, in which `+` is escaped, and `+` how many more."""
         first, more = self.leaves[0].name, len(self.leaves) - 1
         parts = [quote(part, safe="%", errors="surrogatepass") for part in first.split("/")]
         # No part is empty or begins with a dot: `..` would lead out of the folder.
@@ -94,7 +94,7 @@ class Column:
 
 
 NUMBERS = ".numbers"
-"""The name of the file of the numbers, which no leaf has."""
+"""The name of the file with the numbers of rows; no leaf has this name."""
 _NUMBERS = Column.of(NUMBERS, (), 8)
 
 
@@ -104,10 +104,10 @@ def folder_of(generation: int) -> str:
 
 
 def files_of(columns: tuple[Column, ...]) -> list[str]:
-    """Returns the names of their files in the folder of the table.
+    """Returns the names of the columns' files in the folder of the table.
 
-    Leaves may have names that are one as files, or that a file cannot have: these files are called
-    like the number of their column.
+    If a leaf's name is not possible for a file, or is the name of another file or folder, the file
+    is named by the index of its column.
     """
     names: list[str] = []
     folders: set[str] = set()
@@ -123,12 +123,12 @@ def files_of(columns: tuple[Column, ...]) -> list[str]:
 
 
 def blocked(columns: tuple[Column, ...], slots: int, room: int) -> tuple[Column, ...]:
-    """Returns the columns with blocks for a table of N rows with room for P.
+    """Returns the columns with the size of blocks, for a table of N rows with room for P.
 
-    They are of 256 kB in all, or there are 4096 of them; and so small that none holds the newest
-    rows of a ring and the oldest ones too, which only the spare room separates.
+    A block has 256 kB in all columns, or more where there would be over 4096 blocks. It is at most
+    half the spare room, so that it never has both the newest and the oldest rows of a ring.
     """
-    # Large blocks make few checksums; small ones make a commit cheap that changes few rows.
+    # Large blocks make few checksums; with small ones, a commit that changes few rows is cheap.
     block = max(_SMALLEST_BLOCK // _row_width(columns), -(-slots // _MOST_BLOCKS), 1)
     if room > slots:
         block = max(1, min(block, (room - slots) // 2))
@@ -140,11 +140,11 @@ def _row_width(columns: tuple[Column, ...]) -> int:
 
 
 class RowTable:
-    """The files of all columns, open as long as they are few.
+    """The files of all columns, mapped into memory.
 
-    A process may open 256 or 1024 files, and items may have thousands of leaves. Of many columns
-    all but the first files are opened each time they are written to, or read by blocks; mappings
-    need no open file.
+    A process may open only 256 or 1024 files, but items may have thousands of leaves. So only the
+    first `_MOST_OPEN` files stay open. Others are opened for each write, and each read of blocks;
+    mappings need no open file.
     """
 
     rows: list[np.ndarray]
@@ -163,7 +163,7 @@ class RowTable:
         self._map(room)
 
     def _map(self, room: int) -> None:
-        """Maps all files, and opens those that are not open yet."""
+        """Maps all files, and keeps the first ones open."""
         mappings = []
         for number in range(-1, len(self.columns)):  # the numbers first, which are used most
             is_new = number not in self._open_files and number not in self._closed_files
@@ -222,15 +222,15 @@ class RowTable:
         return words >> np.uint64(16)
 
     def newest(self) -> int:
-        """Returns the largest number of all."""
+        """Returns the largest number, which may be of a row that is still to be written."""
         return int(self._words.max(initial=0)) >> 16
 
     def is_after(self, number: int) -> np.ndarray:
-        """Returns which places have a larger number, bool `[P]`."""
+        """Returns which places have a larger number than `number`, bool `[P]`."""
         return self._words >= np.uint64(number + 1 << 16)
 
     def number(self, places: np.ndarray, numbers: np.ndarray, lasting: bool) -> None:
-        """Sets the numbers of the rows that will be written at places; on the disk if `lasting`."""
+        """Sets the numbers of the rows that will be written at places, synced if `lasting`."""
         numbers = numbers.astype(np.uint64)
         words = numbers << np.uint64(16) | _checks(places.astype(np.uint64), numbers)
         self.put(-1, places, words[:, None].view(np.uint8))
@@ -241,7 +241,7 @@ class RowTable:
         """Raises `DamagedError` unless all numbers are what was written."""
 
         def check(start: int) -> None:
-            # Another process may be writing: each word is copied before it is looked at.
+            # Another process may be writing: words are copied before they are checked.
             words = self._words[start : start + _NUMBERS_AT_ONCE].copy()
             numbers = words >> np.uint64(16)
             checks = _checks(np.arange(start, start + len(words), dtype=np.uint64), numbers)
@@ -269,7 +269,7 @@ class RowTable:
         return rows.take(places, 0, out, "clip")  # "raise" would copy them once more
 
     def put(self, first: int, places: np.ndarray, *columns: np.ndarray) -> None:
-        """Writes rows of consecutive columns, uint8 `[B, width]`; some of them if it fails."""
+        """Writes rows of columns from `first` on, uint8 `[B, width]`; if it fails, only some."""
         # Places of a ring mostly follow one another: one call of the system for each run.
         spans = [(start, stop, int(places[start])) for start, stop in runs(places)]
         for number, rows in enumerate(columns, first):
@@ -292,7 +292,7 @@ class RowTable:
                 files.read_at(file, self.paths[number], place * target.shape[1], data)
 
     def checksum(self, number: int, block: int, is_named: np.ndarray) -> int:
-        """Returns the CRC-32 of those rows of a block that are named, bool `[P]`."""
+        """Returns the CRC-32 of the rows of a block that `is_named`, bool `[P]`, selects."""
         column, checksum = self.columns[number], 0
         places = range(block * column.block, min((block + 1) * column.block, self.room))
         step = max(1, _PIECE // max(column.width, 1))
@@ -314,7 +314,7 @@ class RowTable:
             )
 
     def sync(self, number: int) -> None:
-        """Takes all that was written to a column to the disk; -1 for the numbers."""
+        """Makes all writes to a column durable; -1 for the numbers."""
         with self._file(number) as file:
             files.sync(file, self.paths[number])
 
@@ -322,20 +322,20 @@ class RowTable:
         for number in (*range(len(self.columns)), -1):
             path, size = self.paths[number], room * self._column(number).width
             with self._file(number) as file:
-                if os.fstat(file).st_size < size:  # else all was set aside when it was made
+                if os.fstat(file).st_size < size:  # else its final size was reserved at once
                     files.resize(file, path, size, reserve or number < 0)
                     files.sync(file, path)
         self._map(room)
 
 
 def checksum_of(rows: np.ndarray, is_named: np.ndarray, checksum: int = 0) -> int:
-    """Returns the CRC-32 of those of some rows that are named, going on from another one."""
+    """Returns the CRC-32 of the rows that `is_named` selects, continued from `checksum`."""
     rows = rows if is_named.all() else rows[is_named]
     return zlib.crc32(rows.reshape(-1).data, checksum) if rows.size else checksum
 
 
 def _checks(places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Returns the checks of numbers, of 16 bits; all uint64, and the places are overwritten."""
+    """Returns the 16-bit checks of numbers at places, all as uint64; overwrites `places`."""
     places *= _ODD
     places += numbers
     places *= _ODD
@@ -349,10 +349,10 @@ def _close(open_files: dict[int, int]) -> None:
 
 
 def first_room(columns: tuple[Column, ...], most: int) -> int:
-    """Returns for how many rows a table of at most P has room at first; it grows as it is filled.
+    """Returns the initial room, in rows, of a table that grows up to P as it is filled.
 
-    All that has an entry for each place grows with it, so that a table takes memory and disk for
-    the rows that are written, and not for those that could be.
+    All arrays with an entry for each place grow with it, so that a table takes memory and disk only
+    for rows that were written, and not for those that could be.
     """
     return min(most, max(1, _FIRST // (_NUMBERS.width + _row_width(columns))))
 
@@ -375,7 +375,7 @@ def make(folder: Folder, name: str, columns: tuple[Column, ...], room: int, rese
                 files.sync(descriptor, path)
             finally:
                 os.close(descriptor)
-            if column is _NUMBERS:  # it identifies the folder: before there is another file
+            if column is _NUMBERS:  # it identifies the folder, so it is durable first
                 folder.sync(name)
         for inner in folders:
             folder.sync(inner)
@@ -385,7 +385,7 @@ def make(folder: Folder, name: str, columns: tuple[Column, ...], room: int, rese
 
 
 def _mapped(file: int, room: int, width: int) -> np.ndarray:
-    """Returns the rows, uint8 `[P, width]`, as they are in the file at any time."""
+    """Maps a file, and returns its rows, uint8 `[P, width]`, which change as the file does."""
     if not width * room:
         return np.zeros((room, width), np.uint8)
     size = room * width
@@ -401,7 +401,7 @@ def _mapped(file: int, room: int, width: int) -> np.ndarray:
 
 @functools.cache
 def _libc() -> Any:
-    """The system's `mmap`: that of Python keeps a file of its own open for each mapping."""
+    """Returns the system's C library: Python's own `mmap` keeps a file open for each mapping."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [
@@ -413,7 +413,7 @@ def _libc() -> Any:
 
 
 def runs(places: np.ndarray) -> list[tuple[int, int]]:
-    """Returns where places follow one another: pairs of a start and a stop in the array."""
+    """Returns the runs of consecutive places, as pairs of a start and a stop in the array."""
     if not len(places):
         return []
     breaks = (places[1:] - places[:-1] != 1).nonzero()[0] + 1
@@ -421,7 +421,7 @@ def runs(places: np.ndarray) -> list[tuple[int, int]]:
 
 
 def is_zero(rows: np.ndarray) -> bool:
-    """Returns if all bytes are 0; the first ones mostly show that they are not."""
+    """Returns True if all bytes are 0; the first 4096 mostly show that they are not."""
     flat = rows.reshape(-1)
     return not flat[:4096].any() and not flat[4096:].any()
 
@@ -431,7 +431,7 @@ def aligned(
     dtype: Any = np.uint8,
     make: Callable[[int, Any], np.ndarray] = np.empty,
 ) -> np.ndarray:
-    """Returns an array where XLA takes it without a copy, empty or as another function makes it."""
+    """Returns an array that is aligned so that XLA takes it without a copy, made by `make`."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = make(size + _ALIGNMENT, np.uint8)
     first = -memory.__array_interface__["data"][0] % _ALIGNMENT

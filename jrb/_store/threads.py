@@ -1,10 +1,10 @@
 """Threads that an interrupt cannot harm, and work shared by a few of them.
 
 An interrupt (Ctrl-C) raises `KeyboardInterrupt` in the main thread, between any two instructions of
-Python. `Thread.start`, `Thread.join`, `Event`, `Condition` and `queue.Queue` wait in Python code:
-there an interrupt can leave a lock taken, so that the other thread hangs for ever, and Python 3.11
-marks a thread as ended if its `join` was interrupted. Calls of C are safe: a `threading.Lock` is
-taken, or the wait for it raises. `tests/test_interrupts.py` guards this.
+Python. `Thread.start`, `Thread.join`, `Event`, `Condition` and `queue.Queue` wait in Python code,
+where an interrupt can leave a lock taken, so that another thread hangs for ever; and Python 3.11
+marks a thread as ended if its `join` was interrupted. Calls of C are safe: either a
+`threading.Lock` is taken, or the wait for it raises. `tests/test_interrupts.py` guards this.
 """
 
 import _thread
@@ -19,35 +19,35 @@ from typing import TypeVar
 T = TypeVar("T")
 
 WORKERS: int = 2
-"""Threads that compute, write or read at a time; where it is one, all happens in order."""
+"""The number of threads that compute, write or read at a time; with 1, all runs in order."""
 
 PATIENCE: float = 1.0
-"""Seconds that a write waits for draws of other threads; those that take longer come too late."""
+"""Seconds that a write waits for draws of other threads; slower ones may find rows overwritten."""
 
 
 def taken_lock() -> threading.Lock:
-    """Returns a lock that is taken: who waits for it waits until another thread releases it."""
+    """Returns a lock that is taken already: to acquire it is to wait until a thread releases it."""
     lock = threading.Lock()
     lock.acquire()
     return lock
 
 
 class Worker:
-    """Calls a function once, in a thread; an interrupt of `start` or `wait` changes nothing."""
+    """Calls a function once in a thread, which interrupts of `start` and `wait` do not disturb."""
 
     def __init__(self, work: Callable[[], None], name: str, daemon: bool = False) -> None:
         self.error: BaseException | None = None  # what the function raised
         self._work = [work]
         self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
         self._starters: list[int] = []
-        # Locks that the thread releases: to wait for one is a call of C.
+        # The thread releases these locks; to wait for one is a call of C.
         self._starting, self._running, self._is_over = taken_lock(), taken_lock(), False
 
     def start(self) -> None:
-        # One call of C: an interrupt comes before it, or finds the starter in the list. `start` of
-        # a `Thread` is called by another thread, as no interrupt comes there.
+        # One call of C: an interrupt comes either before it, or after the starter is in the list.
+        # Another thread calls `Thread.start`, as interrupts come in the main thread only.
         self._starters.extend(map(_thread.start_new_thread, [self._start], [()]))
-        with self._starting:  # a program that ends next has to know of the thread
+        with self._starting:  # so that Python waits for the thread if the program ends next
             pass
 
     def _start(self) -> None:
@@ -61,7 +61,7 @@ class Worker:
     def _run(self) -> None:
         error = None
         try:
-            self._work.pop()()  # the function is freed before anybody hears that it is over
+            self._work.pop()()  # popped, so that the function is freed before `wait` returns
         except BaseException as raised:
             error = raised
         self._end(error)
@@ -72,23 +72,23 @@ class Worker:
 
     @property
     def is_started(self) -> bool:
-        """True if the function is called, or was, or will be at once."""
+        """True if the function was called, or is about to be."""
         return bool(self._starters)
 
     def is_alive(self) -> bool:
-        """Returns whether the function was started and has not returned."""
+        """Returns True while the function was started and has not returned."""
         return self.is_started and not self._is_over
 
     def wait(self) -> None:
-        """Returns when the function has returned; at once if it was not started, or calls this."""
+        """Waits until the function has returned; not if it was not started, or calls this."""
         if not self.is_started or self._thread.ident == threading.get_ident():
             return
-        # Whoever waits passes the lock on to others that wait.
+        # Each waiting thread releases the lock at once, for the other waiting threads.
         if not self._is_over:
             with self._running:
                 pass
         if self._thread.ident is not None:
-            self._thread.join()  # it takes a moment: nothing is left to be lost by an interrupt
+            self._thread.join()  # this takes a moment, and an interrupt of it does no harm
 
 
 def share(
@@ -97,13 +97,13 @@ def share(
     others: Iterable[Callable[[], None]] = (),
     most: int = 1,
 ) -> None:
-    """Calls a function with each task, in a few threads, `most` times as many as usual.
+    """Calls `work` with each task, in `most` times `WORKERS` threads.
 
-    Others are called by one more thread, which waits for the disk; where there is but one worker,
-    they are called first. An error of a task is raised after the threads have ended.
+    One more thread calls `others`, which wait for the disk; with only one worker, they are called
+    first. An error of a task is raised after all threads have ended.
     """
-    # The executors of the standard library take no work any more once the program is ending, and a
-    # save has to end well then.
+    # The executors of the standard library accept no work once the program is ending, but a save
+    # has to be completed then.
     errors: list[BaseException] = []
     others = list(others)
     calls = map(functools.partial, itertools.repeat(work), tasks)
@@ -127,7 +127,7 @@ def share(
             worker.start()
             worker.wait()
         except BaseException as error:
-            errors.append(error)  # the threads end after the tasks that they are at
+            errors.append(error)  # because of it, the threads end after their present tasks
             _wait_for(worker)
             raise
         if worker.error is not None:
@@ -137,7 +137,7 @@ def share(
 
 
 def _run_with_threads(work: Callable[[], None], more: list[Callable[[], None]]) -> None:
-    """Calls one function in this thread, and others in threads of their own, if there are any."""
+    """Calls one function in this thread, and each of `more` in a thread of its own, if possible."""
     threads = [threading.Thread(target=target) for target in more]
     with contextlib.suppress(RuntimeError):  # no more threads: this one does all that remains
         for thread in threads:
@@ -151,7 +151,7 @@ def _run_with_threads(work: Callable[[], None], more: list[Callable[[], None]]) 
 def _drain(
     calls: Iterator[Callable[[], None]], lock: threading.Lock, errors: list[BaseException]
 ) -> None:
-    """Makes one call after the other, until one of any thread has raised an error."""
+    """Makes one call after the other, until none is left or any thread has an error."""
     while not errors:
         try:
             with lock:
@@ -173,20 +173,20 @@ def _wait_for(worker: Worker) -> None:
 
 
 class Gate:
-    """Lets threads in, and another wait until those that are in have left.
+    """Tracks which threads are inside a context, so that another thread can wait for them.
 
-    A thread that an interrupt has thrown out without its leaving holds one writer up, for a second.
+    If an interrupt ended a thread's visit without a trace, one writer waits for it for a second.
     """
 
     def __init__(self) -> None:
-        # A lock for each thread that is in, by its number, which it releases when it leaves.
+        # A lock for each thread inside, by its identifier; the thread releases it when it leaves.
         self.inside: dict[int, threading.Lock] = {}
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """A time during which this thread is in."""
+        """Returns a context during which this thread is inside."""
         thread, lock = threading.get_ident(), taken_lock()
-        is_outer = self.inside.setdefault(thread, lock) is lock  # an inner visit does not count
+        is_outer = self.inside.setdefault(thread, lock) is lock  # a nested context does not count
         try:
             yield
         finally:
@@ -195,7 +195,7 @@ class Gate:
             lock.release()
 
     def wait(self) -> None:
-        """Returns when all other threads that are in now have left, or after a second."""
+        """Waits until all other threads that are inside now have left, at most `PATIENCE`."""
         end = time.monotonic() + PATIENCE
         for thread, lock in list(self.inside.items()):
             if thread == threading.get_ident():

@@ -1,1 +1,1 @@
-"""Helpers for all rooms: descriptions and states, checks, casts, words for people."""
+"""Helpers for the whole package: descriptions and states, checks, casts, texts for people."""

@@ -1,9 +1,9 @@
-"""Arrays in other dtypes: items that are cast, keys as words, and copies of what users pass.
+"""Conversions of arrays: casts of items, PRNG keys as words, and copies of users' arrays.
 
-The rule for items of other dtypes than the buffer's: refused, or converted where asked for.
-Outside `jit` NumPy makes float64 and int64, which JAX would change without a word. A buffer refuses
-them; with `cast=True` it converts what it is given to the dtypes that it stores, within a kind
-(floats to floats) or from a lesser kind to a greater one (bool, integer, float, complex).
+NumPy code makes float64 and int64, which JAX would narrow silently. A buffer refuses items with
+other dtypes than it stores. With `cast=True` it converts them, within a kind (floats to floats) or
+from a lesser kind to a greater one. The kinds are, from the least to the greatest, bool, integer,
+float and complex.
 """
 
 from typing import Any
@@ -17,17 +17,17 @@ from jrb._util.pytree import DType, Leaf, PyTree
 
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of keys
 _SCALARS = (np.number, np.bool_)
-_NO_NUMBERS = frozenset("OSUMmVc")  # letters of NumPy's other dtypes, such as texts and times
-_TAKEN = frozenset(map(np.dtype, ("?", *"bBhHiIefF", jnp.bfloat16)))  # by JAX, as they are
+_NO_NUMBERS = frozenset("OSUMmVc")  # NumPy's letters for non-numbers, such as texts and times
+_TAKEN = frozenset(map(np.dtype, ("?", *"bBhHiIefF", jnp.bfloat16)))  # JAX keeps these dtypes
 _LOOKED_AT = pytree.WIDE | _NO_NUMBERS
 _NUMBER = bool | int | float | complex
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 def arrays(items: PyTree, what: str) -> Any:
-    """Returns items whose leaves are arrays, in the machine's byte order, or numbers.
+    """Returns items whose leaves are numbers, or arrays in the machine's byte order.
 
-    Raises for a list of numbers, of which JAX would make as many leaves.
+    It raises for a list of numbers, as JAX would make each number a leaf.
     """
     if all(map(_is_plain, jax.tree.leaves(items))):
         return items
@@ -38,10 +38,10 @@ def arrays(items: PyTree, what: str) -> Any:
 
 
 def _is_plain(leaf: Leaf) -> bool:
-    """Returns if a leaf may stay as it is; quick, as it is asked at every call."""
+    """Returns True if a leaf can stay as it is; it must be quick, as it runs at every call."""
     if type(leaf) is np.ndarray:
         return leaf.dtype.isnative
-    # NumPy's scalars, but for those that are numbers of Python too, of which lists are refused.
+    # NumPy's float64 and complex128 are Python numbers too: lists of them are to be refused.
     is_scalar = isinstance(leaf, _SCALARS) and leaf.dtype in _TAKEN
     return is_scalar or isinstance(leaf, jax.Array)
 
@@ -63,7 +63,7 @@ def _as_array(where: str, leaf: Leaf) -> Any:
 
 
 def kept(items: PyTree, what: str) -> Any:
-    """Returns items whose NumPy leaves have dtypes that JAX keeps; values may be rounded."""
+    """Returns items with NumPy leaves cast to dtypes that JAX keeps; values may be rounded."""
 
     def convert(path: Any, leaf: Leaf) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -76,7 +76,7 @@ def kept(items: PyTree, what: str) -> Any:
 
 
 def is_kept(leaf: Leaf) -> bool:
-    """Returns if JAX takes a leaf, and its dtype as it is; quick, as it is asked at every call."""
+    """Returns True if JAX keeps a leaf's dtype; it must be quick, as it runs at every call."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.char not in _LOOKED_AT:
         return True
     if leaf.dtype.char in _NO_NUMBERS:
@@ -85,7 +85,7 @@ def is_kept(leaf: Leaf) -> bool:
 
 
 def accepted(items: PyTree, what: str, cast: bool) -> Any:
-    """Returns items for `jit`, which would change some dtypes of NumPy, whose arrays are copied."""
+    """Returns items with dtypes that `jit` keeps, else raises; NumPy's arrays are copied."""
     leaves, structure = jax.tree.flatten(items)
     copies = []
     for leaf in leaves:  # in one pass: between two compiled calls, each look at a leaf costs 1 us
@@ -108,9 +108,9 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
 
 
 def to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
-    """Returns items in the dtypes of a spec of the same structure, those that are of a lesser kind.
+    """Returns items with each leaf cast to the dtype in `spec`, unless that is of a lesser kind.
 
-    Integers do not go into a smaller dtype: inside `jit` it is not known whether they fit.
+    Integers are not cast to a smaller dtype: inside `jit` it is not known whether they fit.
     """
     pytree.check_structure(spec, items, what, "Only dtypes are converted.")
 
@@ -126,7 +126,7 @@ def to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
 
 
 def _goes_into(dtype: DType, target: Any) -> bool:
-    """Returns if a dtype is of the kind of another, or of a lesser one; integers must all fit."""
+    """Returns True if a dtype is of the target's kind or a lesser one; all integers must fit."""
     if any(jnp.issubdtype(each, jax.dtypes.extended) for each in (dtype, target)):
         return False
     rank = lambda dtype: next(n for n, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind))
@@ -136,7 +136,7 @@ def _goes_into(dtype: DType, target: Any) -> bool:
 
 
 def _cast(path: Any, leaf: Leaf, dtype: DType, what: str) -> Any:
-    """Returns an array of NumPy in another dtype, in which each finite number stays one."""
+    """Returns a NumPy array in another dtype; raises if a finite value does not fit into it."""
     with np.errstate(over="ignore"):
         result = leaf.astype(dtype)
     is_integer = jnp.issubdtype(dtype, jnp.integer)
@@ -155,14 +155,14 @@ def _cast(path: Any, leaf: Leaf, dtype: DType, what: str) -> Any:
 
 
 def copy_arrays(tree: PyTree) -> Any:
-    """Copies NumPy's arrays, to which whoever passes them may write as soon as a verb returns."""
-    # JAX reads an array of NumPy where it lies, and not always before a call returns: an
-    # environment may have put its next observation there by then.
+    """Copies NumPy arrays, as the caller may write to them as soon as a method has returned."""
+    # JAX reads a NumPy array in place, and sometimes only after a call has returned: by then, an
+    # environment may have written its next observation there.
     return jax.tree.map(copy_array, tree)
 
 
 def copy_array(leaf: Leaf) -> Any:
-    """Returns an array of NumPy copied, anything else as it is."""
+    """Returns a copy of a NumPy array, and anything else unchanged."""
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -181,7 +181,7 @@ def raw_spec(spec: PyTree) -> jax.ShapeDtypeStruct:
 
 
 def wrapped(words: Any, dtype: DType) -> Any:
-    """Returns the array of this dtype that has these words."""
+    """Returns the keys of this dtype with these words; of other dtypes, the words unchanged."""
     if not is_keys(dtype):
         return words
     return jax.random.wrap_key_data(words, impl=implementation(dtype))
@@ -192,7 +192,7 @@ def is_keys(dtype: DType) -> bool:
 
 
 def implementation(dtype: DType) -> str:
-    """Returns the name of the implementation of keys of this dtype, one that JAX brings."""
+    """Returns the name of the PRNG of keys of this dtype; raises if it is none of JAX's own."""
     for name in _IMPLEMENTATIONS:
         if dtype_of(name) == dtype:
             return name

@@ -1,4 +1,4 @@
-"""Checks of what users pass to the verbs, made before anything is written."""
+"""Checks of the arguments that users pass to methods, made before anything is written."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ _SMALLEST = np.finfo(np.float32).tiny
 
 
 def count(name: str, value: object, most: int | None = None) -> None:
-    """A positive Python integer."""
+    """Raises unless a value is an integer of at least 1, and at most `most` if that is given."""
     if isinstance(value, bool) or not isinstance(value, _INTEGERS):
         is_whole = isinstance(value, float) and value.is_integer()  # such as 1e6
         mend = f" Write int({value!r})." if is_whole else ""
@@ -31,7 +31,7 @@ def count(name: str, value: object, most: int | None = None) -> None:
 
 
 def multiple(capacity: int, envs: int) -> None:
-    """A capacity that is a whole number of rows."""
+    """Raises unless the capacity is a multiple of the number of environments."""
     if capacity % envs:
         fewer, more = capacity // envs * envs, -(-capacity // envs) * envs
         legal = f"{fewer} or {more}" if fewer else str(more)
@@ -42,7 +42,7 @@ def multiple(capacity: int, envs: int) -> None:
 
 
 def key(value: Leaf) -> None:
-    """One PRNG key, typed or old-style."""
+    """Raises unless a value is one PRNG key, typed or old-style."""
     dtype = getattr(value, "dtype", None)
     if getattr(dtype, "type", None) is jax.dtypes.prng_key:  # as `jnp.issubdtype`, which is slow
         shape = ()
@@ -63,12 +63,12 @@ def key(value: Leaf) -> None:
 
 @functools.lru_cache
 def _old_style_shape(implementation: str) -> tuple[int, ...]:
-    """Of a key that is an array of uint32."""
+    """Returns the shape of an old-style key, which is an array of uint32."""
     return jax.eval_shape(lambda: jax.random.PRNGKey(0, impl=implementation)).shape
 
 
 def mask(verb: str, value: object, shape: tuple[int, ...], meaning: str) -> jax.Array:
-    """A bool array of this shape."""
+    """Returns a mask as a JAX array; raises unless it is bool and of this shape."""
     array = jnp.asarray(casting.copy_array(value))
     if array.dtype != jnp.bool_:
         raise TypeError(
@@ -82,14 +82,14 @@ def mask(verb: str, value: object, shape: tuple[int, ...], meaning: str) -> jax.
 
 
 def number(name: str, value: Leaf) -> jax.Array:
-    """A single real number, traced or not, as float32 `[]`."""
+    """Returns a single real number, traced or not, as float32 `[]`; raises for other values."""
     if isinstance(value, str) or jnp.shape(value):
         raise TypeError(f"{name}: expected a single number, got {value!r}.")
     return jnp.asarray(casting.copy_array(value)).astype(jnp.float32)
 
 
 def indices(verb: str, value: object) -> jax.Array:
-    """An integer array, as int32; what int32 cannot hold becomes -1, which is no slot."""
+    """Returns integers as int32; those that int32 cannot hold become -1, which is no slot."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
@@ -105,7 +105,7 @@ def indices(verb: str, value: object) -> jax.Array:
 
 
 def in_range(verb: str, indices: jax.Array, size: int) -> None:
-    """Indices in [0, size), as far as they are known."""
+    """Raises unless all indices are in [0, size); traced indices are not checked."""
     if isinstance(indices, jax.core.Tracer):
         return
     slots = np.asarray(indices)
@@ -115,7 +115,7 @@ def in_range(verb: str, indices: jax.Array, size: int) -> None:
 
 
 def real_numbers(name: str, value: object) -> jax.Array:
-    """An array of real numbers, as float32; of NumPy where it was, and a copy then."""
+    """Returns real numbers as float32: from NumPy a copy in NumPy, else an array of JAX."""
     if isinstance(value, jax.Array) and value.dtype == jnp.float32 and not value.weak_type:
         return value  # what follows takes 40 us
     array: Any = value
@@ -135,12 +135,12 @@ def real_numbers(name: str, value: object) -> jax.Array:
 
 
 def given_numbers(name: str, value: Any) -> Any:
-    """Real numbers from outside `jit`; arrays of JAX and None are left as they are."""
+    """Returns NumPy's or Python's numbers as float32; arrays of JAX, and None, unchanged."""
     return value if value is None or isinstance(value, jax.Array) else real_numbers(name, value)
 
 
 def flag(name: str, value: object) -> None:
-    """A Python bool."""
+    """Raises unless a value is a Python bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {value!r}.")
 
@@ -153,7 +153,7 @@ def path(name: str, value: object) -> None:
 
 
 def fraction(name: str, value: object) -> None:
-    """A Python number from 0 to 1."""
+    """Raises unless a value is a Python number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {value!r}.")
     if not 0 <= value <= 1:
@@ -161,13 +161,13 @@ def fraction(name: str, value: object) -> None:
 
 
 def choice(name: str, value: object, choices: tuple[Any, ...]) -> None:
-    """One of a few."""
+    """Raises unless a value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def window(name: str, rows: int, held: int) -> None:
-    """A window that the ring can hold."""
+    """Raises if a window has more rows than the ring holds."""
     if rows > held:
         raise ValueError(
             f"{name}: expected at most the {held} rows of the ring (capacity / num_envs), got "
@@ -178,7 +178,7 @@ def window(name: str, rows: int, held: int) -> None:
 def write_mask(
     verb: str, value: Any, time: tuple[int, ...], lead: tuple[int, ...], writer: Any
 ) -> jax.Array:
-    """A mask of rows of time, or of single items where the writer can leave some of a row out."""
+    """Returns a mask of rows, or of single items if the writer can write a part of a row."""
     each = (*time, *lead)
     if not lead or jnp.shape(value) != each:
         return mask(verb, value, time, "which rows of time are written, for all environments alike")
@@ -191,7 +191,7 @@ def write_mask(
 
 
 def together(name: str, writer: Any) -> None:
-    """Raises if environments are written one without the other."""
+    """Raises if the writer may write one environment without the others."""
     if writer.per_env:
         raise ValueError(
             f"{name}: expected a writer of all environments together, got "
@@ -201,7 +201,7 @@ def together(name: str, writer: Any) -> None:
 
 
 def chronological(name: str, writer: Any) -> None:
-    """A writer that keeps the order of time."""
+    """Raises unless the writer keeps rows in the order of time."""
     if not writer.is_chronological:
         raise ValueError(
             f"{name}: expected a writer that keeps rows in the order of time, got "
@@ -210,7 +210,7 @@ def chronological(name: str, writer: Any) -> None:
 
 
 def priorities(value: object, shapes: list[tuple[int, ...]]) -> jax.Array:
-    """Real numbers of one of these shapes, as float32; the first is that of the indices."""
+    """Returns priorities as float32, of one of `shapes`, the first of which is the indices'."""
     array = real_numbers("update_priority: priorities", value)
     if len(shapes[0]) != 1:
         raise ValueError(
@@ -226,7 +226,7 @@ def priorities(value: object, shapes: list[tuple[int, ...]]) -> jax.Array:
 
 
 def _mend_priorities(shape: tuple[int, ...], shapes: list[tuple[int, ...]]) -> str:
-    """Advice on priorities of a wrong shape."""
+    """Returns advice for the error about priorities of a wrong shape."""
     fewer = [(*want[:-1], want[-1] - 1) for want in shapes[1:]]
     if shape not in fewer:
         return "Reduce the errors to that, such as jnp.abs(td_error)."
@@ -239,7 +239,7 @@ def _mend_priorities(shape: tuple[int, ...], shapes: list[tuple[int, ...]]) -> s
 
 
 def given_priorities(verb: str, value: object, shape: tuple[int, ...]) -> jax.Array:
-    """Real numbers of this shape, as float32."""
+    """Returns the priorities of new items as float32; raises unless they have this shape."""
     array = real_numbers(f"{verb}: priorities", value)
     if array.shape != shape:
         raise ValueError(
@@ -250,7 +250,7 @@ def given_priorities(verb: str, value: object, shape: tuple[int, ...]) -> jax.Ar
 
 
 def objects(verb: str, value: object, count: int) -> list[Any]:
-    """A sequence of `count` objects, as a list."""
+    """Returns a sequence of `count` objects as a list; raises for other values."""
     if isinstance(value, str | bytes | dict) or not isinstance(value, Sequence):
         raise TypeError(f"{verb}: expected a sequence of objects, got {type(value).__name__}.")
     if len(value) != count:
@@ -259,7 +259,7 @@ def objects(verb: str, value: object, count: int) -> list[Any]:
 
 
 def length(items: PyTree) -> int:
-    """T, the first axis of the first leaf."""
+    """Returns T, the length of the first axis of the first leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, "extend"))
     if not leaves:
         raise ValueError("extend: expected at least one leaf, got an empty pytree.")
@@ -273,7 +273,7 @@ def length(items: PyTree) -> int:
 
 
 def lead(items: PyTree, axes: tuple[int, ...], verb: str) -> None:
-    """Leaves that all begin with these axes."""
+    """Raises unless the shapes of all leaves begin with these axes."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, verb)):
         if leaf.shape[: len(axes)] != axes:
             raise ValueError(
@@ -283,7 +283,7 @@ def lead(items: PyTree, axes: tuple[int, ...], verb: str) -> None:
 
 
 MAX_EXPANSION = 100.0
-_ALWAYS = 32 << 20  # bytes that are taken whatever the ratio
+_ALWAYS = 32 << 20  # bytes that are accepted whatever the ratio
 
 
 class ExpansionLimit:
@@ -293,9 +293,9 @@ class ExpansionLimit:
     memory is allocated.
 
     Args:
-        source: the dataset, for the message.
-        paths: its files.
-        max_expansion: the multiple.
+        source: the dataset, for the error message.
+        paths: the paths of its files.
+        max_expansion: the largest multiple that is accepted.
     """
 
     def __init__(self, source: object, paths: Iterable[str], max_expansion: float) -> None:
@@ -308,8 +308,8 @@ class ExpansionLimit:
         """Counts the bytes of further arrays, before any of them is read.
 
         Raises:
-            ValueError: it is too much; the message has both numbers and the argument that raises
-                the limit.
+            ValueError: the arrays are too large; the message has both numbers and the argument
+                that raises the limit.
         """
         self._declared += declared
         most = max(self._max_expansion * self._stored, _ALWAYS)
@@ -324,7 +324,7 @@ class ExpansionLimit:
 
 
 def declared_nbytes(columns: Mapping[str, Any]) -> int:
-    """Returns the bytes that arrays take by their shapes and dtypes."""
+    """Returns the bytes of all columns in memory, by their declared shapes and dtypes."""
     return sum(
         math.prod(map(int, column.shape)) * np.dtype(column.dtype).itemsize
         for column in columns.values()

@@ -18,7 +18,7 @@ Row = tuple[str, ...]
 
 
 def host_values(leaf: Leaf) -> np.ndarray | None:
-    """Returns the values of an array; None inside `jit`, after a donation, and for other things."""
+    """Returns the values of an array; None for tracers, donated arrays, keys and non-arrays."""
     if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, jax.core.Tracer):
         return None
     if isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable):
@@ -27,7 +27,7 @@ def host_values(leaf: Leaf) -> np.ndarray | None:
 
 
 def share(leaf: Leaf, whole: int) -> str:
-    """`30 of 40 (75 %)` for counts that add up to 30; nothing if they are not known."""
+    """Returns `30 of 40 (75 %)` for counts that add up to 30; "" if they are not known."""
     counts = host_values(leaf)
     if counts is None:
         return ""
@@ -41,7 +41,7 @@ def count(leaf: Leaf) -> str:
 
 
 def spread(leaf: Leaf) -> str:
-    """`mean 0.5, from 0.1 to 2` for numbers; nothing if there are none, or they are not known."""
+    """Returns `mean 0.5, from 0.1 to 2` for numbers; "" if they are unknown, or there are none."""
     numbers = host_values(leaf)
     if numbers is None or not numbers.size:
         return ""
@@ -50,7 +50,7 @@ def spread(leaf: Leaf) -> str:
 
 
 def laid_out(description: Any) -> str:
-    """A description as it is written, on one line of 88 columns, or a line for each field."""
+    """Returns a description as code: on one line of up to 88 columns, or on a line per field."""
     whole = f"{type(description).__name__}("
     fields = [f"{name}={value!r}" for name, value in pytree.changed(description)]
     if len(whole) + len(", ".join(fields)) < 88:
@@ -60,7 +60,7 @@ def laid_out(description: Any) -> str:
 
 
 def tree_html(description: Any) -> str:
-    """Returns a description as a list of HTML, the fields of parts below them."""
+    """Returns a description as a nested HTML list, with the fields of each part below it."""
     return f"<ul style='list-style: none'><li>{_node(description)}</li></ul>"
 
 
@@ -77,20 +77,20 @@ def _escaped(text: str) -> str:
 
 
 def text(state: PyTree, title: str, facts: dict[str, str]) -> str:
-    """A title, facts, and a line for every leaf: name, dtype and shape, bytes, a number's value."""
+    """Returns a title, facts, and a line per leaf: name, dtype, shape, bytes, value of a scalar."""
     lines = [f"{name}: {fact}" for name, fact in facts.items() if fact]
     return table_text("\n  ".join([title, *lines]), (), _rows(state))
 
 
 def html(state: PyTree, title: str, facts: dict[str, str]) -> str:
-    """Returns the same as a table of HTML, the leaves folded away."""
+    """Returns the content of `text` as an HTML table, with the leaves folded away."""
     rows = [(name, fact) for name, fact in facts.items() if fact]
     leaves = table_html("", ("leaf", "type", "memory", "value"), _rows(state))
     return f"{table_html(title, (), rows)}<details><summary>leaves</summary>{leaves}</details>"
 
 
 def table_text(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
-    """A title, lines in columns below a head if there is one, and notes."""
+    """Returns a title, rows in aligned columns below a head if there is one, and notes."""
     shown = [*([head] if head else []), *rows]
     lines = [tuple(printable(cell, "") for cell in row) for row in shown]
     widths = [max(map(wording.width_of, column)) for column in zip(*lines, strict=True)]
@@ -100,7 +100,7 @@ def table_text(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] 
 
 
 def table_html(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
-    """Returns a table of HTML with a head if there is one, and notes."""
+    """Returns an HTML table with a head if there is one, and notes below it."""
     top = "".join(f"<th>{_escaped(cell)}</th>" for cell in head)
     cells = "".join(
         "<tr>" + "".join(f"<td>{_escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows

@@ -10,11 +10,11 @@ PublicNames = Callable[[], list[str]]
 
 
 def lazy(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a module.
+    """Returns a `__getattr__` for a module, which imports each public name at its first use.
 
     Args:
-        module: its name.
-        homes: from each of its names to the module that has it, or that is it.
+        module: the name of the module.
+        homes: a mapping from public names to the module that defines each, or is the name's value.
     """
 
     def get(name: str) -> Any:

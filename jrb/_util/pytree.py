@@ -31,7 +31,7 @@ WIDE = frozenset("lLqQdDgG")
 """NumPy's letters for numbers of 64 bits and more."""
 
 _COMPONENTS: set[type] = set()
-_HASHES: dict[int, tuple[weakref.ref, int]] = {}  # of the descriptions that there are, by `id`
+_HASHES: dict[int, tuple[weakref.ref, int]] = {}  # hashes of living descriptions, by `id`
 
 # Descriptions.
 
@@ -72,8 +72,8 @@ def component(cls: type[T]) -> type[T]:
             raise other from None
 
     def hashed_once(self: Any) -> int:
-        # Each call of a verb outside `jit` asks for it, and it goes through all fields and those of
-        # all parts. In the description itself there is nothing but its fields.
+        # Each call of a method outside `jit` needs the hash, and to compute it takes a pass over
+        # all fields of all parts. It is stored here, as a description has no attribute but fields.
         entry = _HASHES.get(id(self))
         if entry is None or entry[0]() is not self:  # an interrupt may have stopped `forget`
             forget = functools.partial(_HASHES.pop, id(self))
@@ -109,7 +109,7 @@ def changed(description: Any) -> list[tuple[str, Any]]:
 
 
 def is_component(cls: Any) -> bool:
-    """Returns if a class was made a description by `component`."""
+    """Returns True if a class was made a description by `component`."""
     return cls in _COMPONENTS
 
 
@@ -117,18 +117,18 @@ def is_component(cls: Any) -> bool:
 
 
 def static(*, default: Any) -> Any:
-    """Makes a field of a state that is no array, the same in states that are mapped together."""
+    """Makes a field of a state that holds no array, and is part of the state's tree structure."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
 def cursor() -> Any:
-    """Makes a field of integers that say where the next write goes: it waits for earlier reads."""
-    # Empty, it is 0 (see `jrb._xla.dependencies`).
+    """Makes a field of integers that say where the next write goes; 0 when the state is emptied."""
+    # `jrb._xla.dependencies` adds zeros to it, so that writes wait for earlier reads.
     return dataclasses.field(metadata={"mark": "cursor"})
 
 
 def tally() -> Any:
-    """Makes a field of integers that count what there is: 0 when the state is emptied."""
+    """Makes a field of integers that count entries; it is 0 when the state is emptied."""
     return dataclasses.field(metadata={"mark": "tally"})
 
 
@@ -138,11 +138,11 @@ def tally() -> Any:
 class State:
     """An immutable pytree of arrays: a subclass is a frozen dataclass, built from keywords.
 
-    Leaves are in the order of their names. Two states are equal if they are the same.
+    Leaves are in the order of their names. Two states are equal only if they are the same object.
     """
 
     def summary(self, ring: Any) -> dict[str, str]:
-        """Returns what a person wants to know of it first, by name; the default is nothing.
+        """Returns the most important facts about the state, texts by name; by default none.
 
         Args:
             ring: the shape of the buffer's ring.
@@ -150,7 +150,7 @@ class State:
         return {}
 
     def shown(self) -> Any:
-        """Returns the pytree of arrays, or specs, as which a person sees it; by default itself."""
+        """Returns the pytree of arrays or specs that is displayed; by default the state itself."""
         return self
 
     def __init_subclass__(cls) -> None:
@@ -161,10 +161,10 @@ class State:
         jax.tree_util.register_dataclass(cls, arrays, fixed)
 
     def replace(self, **changes: Any) -> Self:
-        """Returns the state with other fields.
+        """Returns a copy of the state with some fields replaced.
 
         Raises:
-            TypeError: it has no such field.
+            TypeError: the state has no field of a given name.
         """
         state = object.__new__(type(self))  # `dataclasses.replace` costs ten times as much
         fields = vars(state)
@@ -186,10 +186,10 @@ class HostState:
 
 
 class SpecKey:
-    """Specs of items, as an argument of a compiled function that is no array. It is hashed once.
+    """The specs of an item as a static argument of compiled functions, whose hash is cached.
 
     Attributes:
-        spec: one item.
+        spec: a pytree of specs like one item.
     """
 
     __slots__ = ("_hash", "_key", "spec")
@@ -208,9 +208,9 @@ class SpecKey:
 
 
 def mapped_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
-    """Returns a state, or dicts and tuples of some, in which marked fields are changed.
+    """Returns a state, or nested dicts and tuples of states, with all marked fields changed.
 
-    `change` is given the mark, "cursor" or "tally", and the array.
+    `change` takes the mark, "cursor" or "tally", and the field's array, and returns the new array.
     """
 
     def mapped(tree: PyTree) -> Any:
@@ -239,7 +239,7 @@ def leaf_name(path: tuple[Any, ...]) -> str:
 
 
 def part_name(part: PyTree) -> str:
-    """Returns the name of one part of a key path: a key, a number, or that of an attribute."""
+    """Returns the name of one part of a key path: a dict's key, an index, or an attribute."""
     for kind in ("key", "idx", "name"):
         if hasattr(part, kind):
             return str(getattr(part, kind))
@@ -252,7 +252,7 @@ def leaf_names(tree: PyTree) -> list[str]:
 
 
 def unique_names(tree: PyTree) -> list[str]:
-    """Returns the names of all leaves, each once: a second one is followed by `#2`."""
+    """Returns the names of all leaves, made unique: the second leaf `x` is named `x#2`."""
     names: dict[str, None] = {}
     for name in leaf_names(tree):
         unique, number = name, 1
@@ -264,7 +264,7 @@ def unique_names(tree: PyTree) -> list[str]:
 
 
 def shown_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns the leaves and their names, as a person sees them (see `State.shown`)."""
+    """Returns the names and leaves of a tree as they are displayed (see `State.shown`)."""
     differs = lambda it: isinstance(it, State) and type(it).shown is not State.shown
     pairs = []
     for path, it in jax.tree_util.tree_leaves_with_path(tree, is_leaf=differs):
@@ -279,7 +279,7 @@ def shown_leaves(tree: PyTree) -> list[tuple[str, Any]]:
 def spec_of(tree: PyTree, what: str) -> Any:
     """Returns the specs of a tree of arrays, specs or Python numbers; raises for other leaves.
 
-    Also for a dtype that JAX would change, such as float64 without x64.
+    It also raises for a dtype that JAX would change, such as float64 without x64.
     """
     where = lambda path: f"{what}: leaf '{printable(leaf_name(path), '')}'"
     return jax.tree_util.tree_map_with_path(lambda path, it: _leaf_spec(where(path), it), tree)
@@ -323,10 +323,10 @@ def check_like(
     lead: tuple[int, ...] = (),
     casts: bool = False,
 ) -> None:
-    """Raises unless arrays have the structure, shapes (behind `lead`) and dtypes of specs.
+    """Raises unless `got` has the structure and dtypes of specs, and their shapes after `lead`.
 
-    `what` and `mend` are an error's first and last words; `casts` is True if dtypes were converted
-    as far as a buffer with `cast=True` does.
+    `what` and `mend` begin and end the error message. `casts` is True if the buffer has `cast=True`
+    and so has converted dtypes already, where it can.
     """
     check_structure(expected, got, what, mend)
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True)
@@ -338,7 +338,7 @@ def check_like(
         and tuple(leaf.shape) == (*lead, *want.shape)
         for want, leaf in pairs
     ):
-        return  # the quick way: at every call
+        return  # the quick way, as this runs at every call
     leaves = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), leaf in zip(leaves, jax.tree.leaves(spec_of(got, what)), strict=True):
         where = f"{what}: leaf '{printable(leaf_name(path), '')}'"
@@ -356,7 +356,7 @@ def check_like(
 
 
 def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None:
-    """Raises `ValueError` unless both trees have the same structure, naming where they part."""
+    """Raises `ValueError` with the first difference unless both trees have the same structure."""
     if jax.tree.structure(expected) == jax.tree.structure(got):
         return
     want, have = leaf_names(expected), leaf_names(got)
@@ -373,13 +373,13 @@ def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None
 
 
 def alike(one: PyTree, other: PyTree) -> bool:
-    """Returns if two trees have the same structure, shapes and dtypes."""
+    """Returns True if two trees have the same structure, shapes and dtypes."""
     kinds = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
     return jax.tree.structure(one) == jax.tree.structure(other) and kinds(one) == kinds(other)
 
 
 def is_array(thing: PyTree) -> bool:
-    """Returns if it has a shape and a dtype, as arrays and their specs have."""
+    """Returns True for an array or a spec of one: anything with a shape and a dtype."""
     return hasattr(thing, "shape") and hasattr(thing, "dtype")
 
 
@@ -389,7 +389,7 @@ def dtype_of(thing: PyTree) -> Any:
 
 
 def wide(leaf: jax.Array) -> jax.Array:
-    """Returns a leaf as float32, or as it is where it is of that or a wider floating dtype."""
+    """Returns a leaf as float32; unchanged if its dtype is float32 or a wider floating dtype."""
     is_wide = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
     return leaf if is_wide else leaf.astype(jnp.float32)
 

@@ -23,13 +23,13 @@ def check(name: str, shares: Any, count: int, source: str) -> None:
 
 
 def counts(xp: Any, shares: Any, batch_size: int, slack: float = 1e-6) -> Any:
-    """Returns how many of a batch each source gives, int32 `[K]`: largest remainders round up.
+    """Returns how many of B entries each source gives, int32 `[K]`; largest remainders round up.
 
     Args:
         xp: NumPy or `jax.numpy`.
-        shares: `[K]`, of at least 0.
+        shares: `[K]`, the relative share of each source, at least 0.
         batch_size: B.
-        slack: by how much a number may miss an integer and still be one.
+        slack: a number at most this far below an integer counts as the integer.
     """
     exact = shares / xp.maximum(xp.sum(shares), 1e-30) * batch_size
     whole = xp.floor(exact + slack)
@@ -43,7 +43,7 @@ def alternating(xp: Any, source: Any, num_sources: int) -> Any:
 
     Args:
         xp: NumPy or `jax.numpy`.
-        source: int32 `[B]`, whose each entry is.
+        source: int32 `[B]`, the source of each entry.
         num_sources: K.
     """
     is_from = source[:, None] == xp.arange(num_sources, dtype=np.int32)[None]

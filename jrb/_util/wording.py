@@ -1,4 +1,4 @@
-r"""Words for people, without JAX: text made fit to be shown, sizes, and hints in errors.
+r"""Texts for people: safe characters, sizes, and hints in errors. Nothing here needs JAX.
 
 A terminal obeys control characters, shows text between bidirectional ones in another order, and
 cannot print lone surrogates. They are shown as Python writes them: `\x1b`, `\u202e`. Text for
@@ -70,11 +70,11 @@ _GROUPS = {  # flashbax, TorchRL, Stable-Baselines3, cpprb
     "jrb.Uniform": "RandomSampler",
 }
 NAMES = {name: mend for mend, names in _GROUPS.items() for name in names.split()}
-"""From a name elsewhere to what does it here."""
+"""A dict from names in other libraries to what replaces each in jrb."""
 
 
 def hint(name: str, names: Iterable[str] = ()) -> str:
-    """Returns what to use instead of an unknown name, or nothing."""
+    """Returns a sentence on what to use instead of an unknown name; "" if there is no hint."""
     if name in NAMES:
         return f" {name} is {NAMES[name]} here."
     close = difflib.get_close_matches(name, names, 1)
@@ -82,14 +82,14 @@ def hint(name: str, names: Iterable[str] = ()) -> str:
 
 
 def refuse_attribute(thing: Any, name: str) -> NoReturn:
-    """Raises for an attribute that there is not: the `__getattr__` of classes for users."""
+    """Raises `AttributeError` with a hint; public classes use it as their `__getattr__`."""
     text = f"{type(thing).__name__!r} object has no attribute {name!r}"
     text += f".{hint(name)}" if name in NAMES else ""
     raise AttributeError(text, name=name, obj=thing)
 
 
 def wrong_arguments(cls: type, error: TypeError, names: Iterable[str]) -> TypeError:
-    """Makes the error for a call of a class; the same one where all arguments have its names."""
+    """Returns an error about unknown arguments of a class; `error` itself if all are known."""
     fields = list(inspect.signature(cls).parameters)
     odd = [name for name in names if name not in fields]
     if not odd:
@@ -108,7 +108,7 @@ def bytes_text(count: float) -> str:
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """The module, imported.
+    """Imports and returns a module that an extra of the package installs.
 
     Raises:
         ModuleNotFoundError: it is not installed; the message says how to install it.
@@ -131,11 +131,11 @@ _INVISIBLE = re.compile(  # of other categories, such as variation selectors and
 
 
 def printable(text: str, keep: str = "\n") -> str:
-    """Returns a text without characters that steer a terminal or cannot be seen.
+    """Returns a text in which characters that control a terminal or are invisible are escaped.
 
     Args:
         text: any string.
-        keep: characters that stay; "" for a text of one line.
+        keep: characters that are not escaped; "" for a text of one line.
     """
     if text.isprintable() and not _INVISIBLE.search(text):
         return text
@@ -155,13 +155,13 @@ def width_of(text: str) -> int:
 
 
 def printable_args(args: tuple[object, ...]) -> tuple[object, ...]:
-    """Returns the arguments of an error, the texts among them printable."""
+    """Returns the arguments of an error with all texts among them made printable."""
     return tuple(printable(it) if isinstance(it, str) else it for it in args)
 
 
 @contextlib.contextmanager
 def escaped_errors() -> Iterator[None]:
-    """Makes the messages of errors printable, also those of what caused them."""
+    """Makes the messages of errors, and of the errors that caused them, printable."""
     try:
         yield
     except Exception as error:

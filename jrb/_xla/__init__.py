@@ -1,1 +1,1 @@
-"""Devices for XLA: how arrays are gathered, and in which order reads and writes happen."""
+"""Techniques for XLA: quick gathers, and an order of reads and writes that avoids copies."""

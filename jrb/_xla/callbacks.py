@@ -13,16 +13,16 @@ _WIDE = ("int64", "uint64", "float64", "complex128")
 
 
 def call_on_host(function: Callable[..., Any], shapes: Any, *arguments: jax.Array) -> Any:
-    """Calls a function of NumPy arrays, in the order of the program.
+    """Calls `function` on the host with NumPy arrays; calls happen in program order.
 
-    Numbers of 64 bits travel as words of 32. XLA may call from a thread of its own, and where
-    `jax.enable_x64` was set by a `with` statement, it is not in force there, as JAX keeps it for
-    each thread: arguments would be narrowed without a word, and results refused.
+    Numbers of 64 bits are passed as words of 32 bits. XLA may call from a thread of its own, where
+    a `with jax.enable_x64(True)` is not in force, as JAX keeps this setting per thread: JAX would
+    silently narrow the arguments there, and refuse the results.
 
     Args:
-        function: returns arrays of these shapes; None without results.
-        shapes: a tree of `jax.ShapeDtypeStruct`, or None.
-        arguments: arrays of any shape.
+        function: takes NumPy arrays, and returns a pytree of arrays like `shapes`.
+        shapes: a pytree of `jax.ShapeDtypeStruct`s for the results; None if there are none.
+        arguments: arrays of any shape that are passed to `function`.
     """
     specs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in arguments]
     outs, structure = jax.tree.flatten(shapes)
@@ -55,7 +55,7 @@ def _cut(array: jax.Array) -> jax.Array:
 
 
 def _merged(words: jax.Array, spec: Any) -> jax.Array:
-    """Returns what `_cut` has cut."""
+    """Returns the array like `spec` whose words `_cut` has made."""
     if spec.dtype.name not in _WIDE:
         return words
     if not jnp.issubdtype(spec.dtype, jnp.complexfloating):

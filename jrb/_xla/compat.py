@@ -1,7 +1,7 @@
 """The differences between the versions of JAX that jrb runs on, in one place.
 
-JAX 0.5 knows no axes of a mesh that are explicit, and no arrays that vary over some axes of a mesh
-and not over others; functions that ask for these find none there.
+JAX 0.5 has neither explicit mesh axes nor types that say over which mesh axes an array varies;
+functions that ask for these axes return none there.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ CAST_TO_VARYING: Callable[..., Any] | None = (
 )
 
 _IS_RECENT = jax.__version_info__ >= (0, 10)
-# What changes results, and may be set for one thread.
+# Settings that change results, and can be set for one thread.
 _SETTINGS = (
     "enable_x64",
     "default_device",
@@ -31,10 +31,10 @@ _SETTINGS = (
     "default_matmul_precision",
     "numpy_dtype_promotion",
 )
-_PATIENCE = 600_000  # milliseconds; of a process that has died one hears sooner
+_PATIENCE = 600_000  # milliseconds; if a process has died, this is reported sooner
 
-# The dtype of what rows are gathered by. XLA is quicker with the first, but that of JAX 0.5 fails
-# where the array is cut over devices.
+# The dtype of gather indices. XLA is quicker with unsigned ones, but XLA of JAX 0.5 fails with them
+# if the array is sharded over devices.
 INDEX = "uint32" if _IS_RECENT else "int32"
 
 
@@ -47,10 +47,10 @@ def is_x64() -> bool:
 
 
 def with_settings(work: Callable[..., None]) -> Callable[..., None]:
-    """Returns a function that does this work in another thread, under the settings of this one.
+    """Wraps a function so that other threads call it under the JAX settings of this thread.
 
-    What a `with` statement sets, such as `jax.enable_x64(True)`, JAX keeps for each thread: in
-    another one it would narrow 64-bit arrays without a word, or draw other numbers.
+    JAX keeps the settings of a `with` statement, such as `jax.enable_x64(True)`, per thread.
+    Without them, another thread would silently narrow 64-bit arrays, or draw other numbers.
     """
     wanted = {name: getattr(jax.config, f"jax_{name}", None) for name in _SETTINGS}
     mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
@@ -73,14 +73,14 @@ def _setting(name: str) -> Callable[[Any], AbstractContextManager[Any]]:
 
 
 def shard_map(body: Callable[..., Any], mesh: Any, ins: Any, outs: Any) -> Callable[..., Any]:
-    """Returns `jax.shard_map` of a body; arguments are brought to where they belong."""
+    """Returns `jax.shard_map` of a body; arguments are resharded as `ins` says."""
     if not hasattr(jax, "shard_map"):
         old = importlib.import_module("jax.experimental.shard_map").shard_map
         return old(body, mesh=mesh, in_specs=ins, out_specs=outs, check_rep=False)
     mapped = jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=_IS_RECENT)
     mesh = mesh or jax.sharding.get_abstract_mesh()
     if not any("Explicit" in str(kind) for kind in mesh.axis_types):
-        return mapped  # XLA brings them
+        return mapped  # XLA reshards them
 
     def brought(*arguments: Any) -> Any:
         to = lambda spec: jax.sharding.NamedSharding(mesh, spec)
@@ -91,11 +91,11 @@ def shard_map(body: Callable[..., Any], mesh: Any, ins: Any, outs: Any) -> Calla
 
 
 def coordination() -> tuple[int, int, Callable[[str, str], Any], Callable[[str], str]] | None:
-    """Returns the channel of the processes of `jax.distributed`, which has no public name in JAX.
+    """Returns the message channel of `jax.distributed`, which is not public in JAX.
 
     Returns:
-        The number of this process, how many there are, a function that leaves a message under a
-        name, and one that waits for that of a name. None for a single process.
+        The index of this process; the number of processes; a function `(name, message)` that posts
+        a message; and a function `(name)` that waits for one. None for a single process.
     """
     if jax.process_count() == 1:
         return None
@@ -105,15 +105,15 @@ def coordination() -> tuple[int, int, Callable[[str, str], Any], Callable[[str],
 
 
 def is_committed(array: jax.Array) -> bool:
-    """Returns if an array was put on its device by somebody, and has to stay there."""
+    """Returns True if an array was put on its device explicitly, and has to stay there."""
     return getattr(array, "committed", False)
 
 
 def is_of_explicit_mesh(error: Exception) -> bool:
-    """Returns if JAX could not tell how a result lies on a mesh of explicit axes."""
+    """Returns True if JAX could not infer the sharding of a result over explicit mesh axes."""
     if type(error).__name__ == "ShardingTypeError":  # JAX does not export the class
         return True
-    # Under vmap it looks for the axis of a sharded array in the empty mesh of the others.
+    # Under vmap, JAX looks for the axis of a sharded array in the empty mesh of other arrays.
     return isinstance(error, ValueError) and "is not found in mesh: ()" in str(error)
 
 

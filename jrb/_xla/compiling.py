@@ -1,12 +1,12 @@
-"""Compilation of functions of states: with arguments that JAX admits, once for each description.
+"""Compiles functions of states, once for each description, and prepares their arguments.
 
-A state is data: no derivative goes into it or comes out. The loops and conditionals that work on it
-have none that JAX could form. Inside `jax.shard_map` a state may vary over an axis of the mesh over
-which an index or a mask does not; operations of JAX bring their operands to one type, branches and
-carries of loops do not.
+Gradients neither enter nor leave a state: JAX could not differentiate the loops and conditionals
+that work on it. Inside `jax.shard_map` a state may vary over a mesh axis over which an index or a
+mask does not. JAX's operations convert such operands to one type, but branches and loop carries do
+not, so all arguments are made to vary over the same axes first.
 
-A function is compiled for one of two uses: as part of a loop or a larger program, or as the program
-of one verb that Python calls. To wake a thread costs ten times as much in the second
+A function is compiled for one of two uses: inside a loop or a larger program, or as the program of
+one method that Python calls. To wake a thread costs ten times as much in the second case
 (see `jrb._xla.gather`).
 """
 
@@ -29,8 +29,8 @@ class SerialLimits(NamedTuple):
     """The largest gather that one thread finishes before XLA could wake a second one.
 
     Attributes:
-        nbytes: of any array.
-        rows: of an array that is in no cache.
+        nbytes: the most bytes of a gather from any array.
+        rows: the most rows of a gather from an array that is too large for the caches.
     """
 
     nbytes: int
@@ -45,8 +45,8 @@ _limits = contextvars.ContextVar("serial_limits", default=IN_A_LOOP)
 
 def current_limits() -> SerialLimits:
     """Returns the limits of the function that is being traced."""
-    # A `jax.jit` that is called for both uses needs them as a static argument: it would go on with
-    # whichever it traced first.
+    # A `jax.jit` that is called for both uses needs them as a static argument: otherwise it would
+    # keep those with which it was traced first.
     return _limits.get()
 
 
@@ -65,12 +65,12 @@ def traced_with(limits: SerialLimits, function: F) -> F:
 
 
 def standalone_program(function: F) -> F:
-    """Wraps a function that is compiled as the program of one verb."""
+    """Wraps a function that is compiled as the program of one method."""
     return traced_with(STANDALONE, function)
 
 
 def entry(function: F) -> F:
-    """Wraps a function so that its arguments are admitted, and ranks broadcast in any case."""
+    """Wraps a function so that its arguments are `admitted`, and any ranks may broadcast."""
 
     @functools.wraps(function)
     def entered(*args: Any, **kwargs: Any) -> Any:
@@ -82,11 +82,11 @@ def entry(function: F) -> F:
 
 
 def admitted(arguments: Any) -> Any:
-    """Makes the arrays of a pytree constant under differentiation, and of one set of mesh axes."""
+    """Stops gradients of the arrays in a pytree, and lets all vary over the same mesh axes."""
     arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
     axes = frozenset()
     if in_shard_map():
-        # All of them: a branch or a carry that mixes two would be refused.
+        # All axes of all arrays: JAX refuses branches and carries that mix types.
         axes = axes.union(*(varying_axes(jax.typeof(array)) for array in arrays))
 
     def admit(leaf: Any) -> Any:
@@ -104,7 +104,7 @@ def varying_axes(aval: Any) -> Axes:
 
 
 def vary(array: jax.Array, axes: Axes) -> jax.Array:
-    """Returns an array of a type that varies over these axes too."""
+    """Returns the array, cast to a type that varies over these mesh axes too."""
     missing = tuple(axes - varying_axes(jax.typeof(array)))
     if not missing:
         return array
@@ -116,7 +116,7 @@ def in_shard_map() -> bool:
 
 
 def manual_axes() -> Axes:
-    """Returns the mesh axes that belong to the `jax.shard_map` around this, if there is one."""
+    """Returns the mesh axes of the enclosing `jax.shard_map`; none outside of one."""
     if not compat.HAS_MESH_IN_TYPES:
         return frozenset()
     return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
@@ -125,14 +125,14 @@ def manual_axes() -> Axes:
 def per_description(
     *static: str, donated: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Any]], Callable[[Any], Any]]:
-    """Turns a function of a description and arrays into one that returns its compiled program.
+    """Turns `function(description, *arrays)` into a function from a description to its program.
 
-    A call of the program looks at arrays alone. As an argument of one program for all, the
-    description would be compared field by field at every call.
+    A call of the compiled program inspects arrays only. If the description were a static argument,
+    it would be compared field by field at every call.
 
     Args:
-        static: the names of arguments that are no arrays.
-        donated: the names of arguments that are donated.
+        static: the names of static arguments.
+        donated: the names of donated arguments.
     """
 
     def decorated(function: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -142,8 +142,8 @@ def per_description(
                 functools.partial(traced_with(limits, entry(function)), description),
                 static_argnames=static,
                 donate_argnames=donated,
-                # As a function of its own inside a larger program, it would have to be lowered,
-                # called and inlined again by XLA.
+                # Inside a larger program, a separate function would have to be lowered, called,
+                # and inlined again by XLA.
                 inline=True,
             )
 

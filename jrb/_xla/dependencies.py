@@ -22,7 +22,7 @@ from jrb._xla import compat, compiling
 
 T = TypeVar("T")
 
-_SMALL = 1 << 18  # bytes of a constant, which is part of the program
+_SMALL = 1 << 18  # the most bytes of a constant, as it becomes part of the program
 
 
 def materialize(compute: Callable[[], T], then: Callable[[T], Any] | None = None) -> Any:
@@ -30,7 +30,7 @@ def materialize(compute: Callable[[], T], then: Callable[[T], Any] | None = None
 
     Args:
         compute: a function without arguments that reads arrays it closes over.
-        then: applied to what was read, where it is read.
+        then: a function that is applied to the result within the same evaluation.
     """
     if then is None:
         return evaluate_once(lambda: lax.optimization_barrier(compute()))
@@ -45,15 +45,15 @@ def evaluate_once(compute: Callable[[], T]) -> T:
         out = compute()
         if compiling.in_shard_map() or not compat.HAS_MESH_IN_TYPES:
             types.append(jax.eval_shape(lambda: out))
-        else:  # a hundred times faster; with the axes of a mesh that arrays vary over
+        else:  # a hundred times faster, and the types include mesh axes
             types.append(jax.tree.map(jax.typeof, out))
         return out
 
-    def never() -> Any:  # traced after the other branch, which need not be traced twice then
+    def never() -> Any:  # traced after `taken`, which then need not be traced twice
         return jax.tree.map(_never_seen, types[0] if types else jax.eval_shape(compute))
 
-    # A constant condition, so that `vmap` leaves a conditional. XLA's CPU compiler cannot know that
-    # it is always true; elsewhere it does, and the conditional, which waits for the host, goes.
+    # The condition is constant, so that `vmap` keeps the conditional. XLA's CPU compiler cannot see
+    # that it is true. Other backends can, and remove the conditional: it would wait for the host.
     return lax.cond(_always(), taken, never)
 
 
@@ -63,20 +63,20 @@ def _always() -> jax.Array:
 
 
 def _never_seen(like: Any) -> Any:
-    """Returns an array of a type that takes the least time to compile."""
+    """Returns the array of this type that XLA compiles most quickly, for a branch never taken."""
     is_key, in_shard_map = jnp.issubdtype(like.dtype, jax.dtypes.prng_key), compiling.in_shard_map()
     is_small = like.size > 1 and like.size * like.dtype.itemsize <= _SMALL
     if is_small and not is_key and not in_shard_map:
         return _zeros_and_one(like.shape, like.dtype)
     zeros = jnp.zeros_like(like)
-    # Keys, unlike others, do not vary over a mesh by themselves.
+    # Zeros like an array vary over the same mesh axes, except those of keys.
     return compiling.vary(zeros, compiling.varying_axes(like)) if is_key and in_shard_map else zeros
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)  # traced once
 def _zeros_and_one(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    # XLA compiles a kernel that fills an array with zeros, some 3 ms each, and none for a constant
-    # whose elements differ. It makes this one while it compiles; one of NumPy would be made outside
+    # XLA compiles a kernel for an array of zeros, some 3 ms each, but none for a constant whose
+    # elements differ. It folds this expression to one. A constant from NumPy would be made outside
     # the branch, and copied at each step.
     one = lax.broadcast(np.ones((), dtype), (1,) * len(shape))
     return lax.pad(one, np.zeros((), dtype), [(size - 1, 0, 0) for size in shape])
@@ -96,7 +96,7 @@ def loop(
 ) -> T:
     """Runs `lax.fori_loop(0, trips, body, carry)`, inside `jax.shard_map` too."""
     while compiling.in_shard_map():
-        # The carry has to vary, from the start, over the axes over which the body's result does.
+        # The initial carry has to vary over all mesh axes over which the body's result varies.
         leaves, structure = jax.tree.flatten(carry)
         after = jax.tree.leaves(jax.eval_shape(body, 0, carry))
         axes = [compiling.varying_axes(leaf) for leaf in after]
@@ -109,9 +109,9 @@ def loop(
 
 @jax.custom_batching.custom_vmap
 def max_over_batch(count: jax.Array) -> jax.Array:
-    """Returns a number, at least `count`, that is not batched: for the trips of a loop."""
-    # Under `vmap` a loop whose trips differ would select between whole arrays at each trip. One
-    # that makes the trips of the longest, with those that are done doing nothing, works in place.
+    """Returns `count`, or under `vmap` its unbatched maximum: the number of trips of a loop."""
+    # Under `vmap`, a loop with a batched number of trips selects between whole arrays at each trip.
+    # A loop of the maximum, in which entries that are done do nothing, works in place.
     return count
 
 
@@ -122,8 +122,8 @@ def _max_of_all(size: int, batched: list[bool], count: jax.Array) -> tuple[jax.A
 
 @jax.custom_batching.custom_vmap
 def unbatched_flag(flag: jax.Array) -> jax.Array:
-    """Returns `flag`, int32 0 or 1; under `vmap` 1."""
-    # To reduce the flag over the batch would need a collective where the batch axis is sharded.
+    """Returns `flag`, int32 0 or 1; under `vmap` always 1."""
+    # To reduce the flag over the batch would need a collective if the batch axis is sharded.
     return flag
 
 
@@ -138,18 +138,18 @@ def _flag_of_all(size: int, batched: list[bool], flag: jax.Array) -> tuple[jax.A
 
 
 def overwrite(array: jax.Array, value: jax.Array | float, token: jax.Array) -> jax.Array:
-    """Returns `array` filled with `value`, in its own memory if it is donated, after the token."""
+    """Returns `array` filled with `value`, in place if it is donated, once `token` is known."""
     return restored(array, lambda: jnp.asarray(value, array.dtype), token)
 
 
 def restored(state: T, make: Callable[[], Any], token: jax.Array) -> T:
-    """Returns `state` with the values of `make()`, in its own memory if donated, after the token.
+    """Returns `state` with the values of `make()`, in place if donated, once `token` is known.
 
     Args:
         state: a pytree of arrays.
-        make: a function to one of as many arrays, of these dtypes, and of these shapes or `[]`. It
-            is called where the values are written, or XLA would keep them as arrays of their own.
-        token: int32 zero.
+        make: returns a pytree with as many arrays, each with the dtype and the shape (or `[]`) of
+            the old one. It is called inside the write: XLA would store earlier values separately.
+        token: an int32 zero that depends on what the write has to wait for.
     """
     leaves, structure = jax.tree.flatten(state)
     if not leaves:
@@ -159,7 +159,7 @@ def restored(state: T, make: Callable[[], Any], token: jax.Array) -> T:
         pairs = zip(jax.tree.leaves(make()), leaves, strict=True)
         return [jnp.where(token == 0, new, old) for new, old in pairs]
 
-    # On the CPU the loop, of one turn, keeps the fill apart from other computations.
+    # On the CPU, a loop of one turn keeps XLA from fusing the fill with other computations.
     filled = lax.platform_dependent(
         cpu=lambda: loop(opaque(1), fill, leaves), default=lambda: fill(0, leaves)
     )
@@ -170,14 +170,14 @@ def zero_depending_on(reads: Any) -> jax.Array:
     """Returns int32 zero, `[]`, that is not known before every leaf of the pytree `reads` is."""
     # A write at an index to which it is added happens after the reads.
     leaves = [leaf for leaf in jax.tree.leaves(reads) if leaf.size]
-    # Whole leaves go into the conditional: of a leaf that was put together from two reads, the
-    # first element would wait for one of them only.
+    # Whole leaves go into the conditional: if a leaf was joined from two reads, its first element
+    # alone would wait for one of them only.
     bits = lambda: functools.reduce(lax.bitwise_or, map(some_bits, leaves), jnp.int32(0))
     return materialize(lambda: hidden_zero(bits()))
 
 
 def delay_writes_until(state: T, token: jax.Array) -> T:
-    """Returns a state from which no place to write is known before `token`, an int32 zero."""
+    """Returns the state with `token`, an int32 zero, added to all cursors: writes wait for it."""
 
     def change(mark: str, value: jax.Array) -> jax.Array:
         return value + token.astype(value.dtype) if mark == "cursor" else value
@@ -186,7 +186,7 @@ def delay_writes_until(state: T, token: jax.Array) -> T:
 
 
 def emptied(state: T, token: jax.Array) -> T:
-    """Returns a state with cursors and tallies 0, not known before the token."""
+    """Returns the state with cursors and tallies set to 0, of which cursors depend on `token`."""
 
     def change(mark: str, value: jax.Array) -> jax.Array:
         zero = jnp.minimum(value, 0)
@@ -196,13 +196,13 @@ def emptied(state: T, token: jax.Array) -> T:
 
 
 def hidden_zero(bits: jax.Array) -> jax.Array:
-    """Returns zero, made of integers by shifting out a bit, which XLA does not see through."""
+    """Returns zero, computed from integers by shifting out a bit, which XLA does not simplify."""
     one = np.ones((), bits.dtype)
     return lax.shift_right_logical(lax.bitwise_and(bits, one), one)
 
 
 def zero_after(array: jax.Array, dtype: Any = jnp.int32) -> jax.Array:
-    """Returns zero, `[]`, on the CPU not known before `array` is; elsewhere a plain one."""
+    """Returns zero, `[]`, that on the CPU depends on `array`; elsewhere a plain zero."""
     bits = some_bits(array).astype(dtype)
     return lax.platform_dependent(bits, cpu=hidden_zero, default=jnp.zeros_like)
 
@@ -219,5 +219,5 @@ def some_bits(leaf: jax.Array) -> jax.Array:
         first = first.astype(jnp.float32) if jnp.finfo(first.dtype).bits < 8 else first
         words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.int32, 8: jnp.int32}[first.dtype.itemsize]
         first = lax.bitcast_convert_type(first, words)
-        first = first[0] if first.ndim else first  # of 8 bytes, two words
+        first = first[0] if first.ndim else first  # 8 bytes became two words
     return first.astype(jnp.int32)

@@ -1,16 +1,15 @@
 """Gathers and scatters of rows of an array. N entries, B indices.
 
-**Gathers** of few rows from a large array: XLA's CPU compiler is to leave them to one thread.
-It spreads a gather over threads where the array is large, however little is read of it, and to
-wake a thread takes 2 to 5 us in a loop, 40 to 90 in a call by itself. Not so where the rows are
-written into a slice of a small array, the scratch, at a place that the compiler does not know, and
-the scratch is a result: of `dependencies.materialize`, or of a step of a loop. Taken out of the
-scratch within it, the rows would be gathered there after all. `tests/_xla/test_gather.py` guards
-this.
+**Gathers** of few rows from a large array should run on one thread. XLA's CPU compiler spreads a
+gather over threads if the array is large, however few rows are read, and to wake a thread takes 2
+to 5 us in a loop, 40 to 90 us in a separate call. It uses one thread if the rows are written into a
+slice of a small array, the scratch, at a position that the compiler cannot know, and the scratch is
+a result of `dependencies.materialize` or of a loop's step. The rows must leave the scratch only
+after that: otherwise XLA gathers them without it. `tests/_xla/test_gather.py` guards this.
 
-**Scatters** whose result is the same on every backend: XLA writes from the first index to the last
-on the CPU, and in any order elsewhere. Where an index may stand twice with different values,
-`put_in_turns` and `put_last` say which one wins. `tests/test_sum_tree.py` compares both ways.
+**Scatters** should have the same result on every backend. XLA writes from the first index to the
+last on the CPU, and in any order elsewhere. If an index may occur twice with different values,
+`put_in_turns` and `put_last` define which one wins. `tests/test_sum_tree.py` compares both ways.
 """
 
 import functools
@@ -27,34 +26,34 @@ from jrb._xla import compat, compiling, dependencies
 
 T = TypeVar("T")
 
-_LARGE = 1 << 19  # bytes of an array from which on XLA spreads a gather
-_OF_A_ROW = 8  # bytes that are read in the time that it takes to find a row
+_LARGE = 1 << 19  # bytes; XLA spreads gathers from arrays of this size or larger
+_OF_A_ROW = 8  # bytes that could be read in the time that it takes to find a row
 _MAX_PAIRS = 4096  # indices of which all pairs are compared to find duplicates
-_HUGE = 1 << 26  # bytes of an array in no cache: from there on one thread waits for each row
+_HUGE = 1 << 26  # bytes; such an array is in no cache, and one thread waits for each row
 
 
 def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -> bool:
-    """Returns if rows of `width` elements, at slots `[...]`, had better be read by one thread.
+    """Returns True if one thread reads rows of an array more quickly than several would.
 
     Args:
-        array: that is read.
-        slots: of the rows.
-        width: of a row, in elements.
+        array: the array to read from.
+        slots: the slots of the rows, `[...]`.
+        width: the number of elements of a row.
         times: how many such reads are made at once (see `scaled_by_vmap`).
     """
     if not slots.ndim or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return False
     size, count, limits = array.dtype.itemsize, slots.size * times, compiling.current_limits()
     whole, nbytes = array.size * size, count * (width * size + _OF_A_ROW)
-    # Many rows far apart wait for memory, which several threads do at once: then they are worth it.
+    # Many rows far apart wait for memory, which several threads do at the same time.
     near = whole < _HUGE or count <= limits.rows
     return near and whole >= _LARGE and 0 < nbytes <= limits.nbytes
 
 
 def scaled_by_vmap(is_few: bool, read: Callable[..., T], *arrays: jax.Array) -> T:
-    """Returns `read(times, *arrays)`, with the number of such reads that are made at once."""
-    # That is 1, and under `vmap` the size of its axis, or the product of all: rows that are few for
-    # one buffer are many for 64 of them. Where rows are not even few for one, vmap does not matter.
+    """Returns `read(times, *arrays)`, where `times` is how many such reads are made at once."""
+    # `times` is 1, or under `vmap` the product of all batch sizes: rows that are few for one buffer
+    # are many for 64 of them. If rows are many for one buffer, `vmap` makes no difference.
     return _read_times(read, 1)(*arrays) if is_few else read(1, *arrays)
 
 
@@ -74,15 +73,15 @@ def _read_times(read: Callable[..., T], times: int) -> Callable[..., T]:
 
 
 def scratch(array: jax.Array, *shape: int) -> jax.Array:
-    """Makes room for rows `[B, ...]` of this shape, and one row more, in the array's dtype."""
-    # It is on the mesh on which the array lies, and not known before the array is.
+    """Returns a scratch for rows `[B, ...]` of this shape, and one more, in the array's dtype."""
+    # Made of an element of the array, it is on the same mesh, and depends on the array.
     first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
     element = lax.squeeze(first, range(array.ndim))  # as array[0, ...], which takes long to trace
     return jnp.broadcast_to(element, (shape[0] + 1, *shape[1:]))
 
 
 def _put_rows(room: jax.Array, rows: jax.Array) -> jax.Array:
-    # Unsigned: of a signed start JAX asks whether it counts from the end.
+    # Unsigned: for a signed start JAX adds code that checks if it counts from the end.
     start = dependencies.opaque(0, jnp.uint32)
     return _put_slice(room, rows, (start, *[jnp.zeros_like(start)] * (rows.ndim - 1)))
 
@@ -96,7 +95,7 @@ def _put_slice(room: jax.Array, rows: jax.Array, starts: tuple[jax.Array, ...]) 
 def _put_slices(
     size: int, batched: list[Any], room: jax.Array, rows: jax.Array, starts: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, bool]:
-    # One axis more, from its beginning on; JAX would scatter, as if each place were another.
+    # One slice with one more axis. JAX's own rule is a scatter, as if the positions could differ.
     room = room if batched[0] else jnp.broadcast_to(room, (size, *room.shape))
     rows = rows if batched[1] else jnp.broadcast_to(rows, (size, *rows.shape))
     return _put_slice(room, rows, (jnp.zeros_like(starts[0]), *starts)), True
@@ -116,16 +115,16 @@ def loop(
 ) -> tuple[T, jax.Array]:
     """Runs steps, each of which reads rows of an array once.
 
-    On the CPU it is a loop with the scratch in its carry. Elsewhere, where each turn of a loop
-    would be kernels of its own, the steps follow one another.
+    On the CPU it is a loop with the scratch in its carry. Elsewhere the steps are unrolled, as each
+    turn of a loop would launch kernels of its own.
 
     Args:
-        trips: how many steps.
+        trips: the number of steps.
         step: `(number, carry, rows_at) -> carry`; `rows_at(array, first)` reads rows `[B, W]`.
-        carry: what the first step begins with.
-        array: one like those that are read, `[N]`.
-        count: B.
-        width: W.
+        carry: the carry of the first step.
+        array: an array `[N]` like those that are read.
+        count: B, the rows of one read.
+        width: W, the elements of a row.
 
     Returns:
         The carry; and the rows that the last step read.
@@ -136,7 +135,7 @@ def loop(
             carry, room = both
             rooms: list[jax.Array] = []
 
-            # Through the scratch, which is carried on: the gather is part of the write to it.
+            # The rows pass through the carried scratch: the gather is fused into the write to it.
             def rows_at(array: jax.Array, first: jax.Array) -> jax.Array:
                 rooms.append(hold(room, rows_from(array, first, width)))
                 return from_scratch(rooms[0])
@@ -147,7 +146,7 @@ def loop(
         carry, room = dependencies.loop(trips, turn, start, unroll)
         return carry, from_scratch(room)
 
-    # A new scratch with the rows of each step: XLA sees through it, and none is left.
+    # Other backends get a new scratch in each step, which XLA optimizes away.
     one_more = lambda rows: [(0, 1, 0)] + [(0, 0, 0)] * (rows.ndim - 1)
     in_new = lambda room, rows: lax.pad(rows, jnp.zeros((), rows.dtype), one_more(rows))
     return lax.platform_dependent(
@@ -160,7 +159,7 @@ def loop(
 def rows_from(array: jax.Array, first: jax.Array, width: int) -> jax.Array:
     """Returns the rows `[B, W]` of an array `[N]` that begin at `first`, uint32 `[B]` or `[B, 1]`.
 
-    A row that would reach over the end begins earlier.
+    A row that would reach beyond the end of the array begins earlier.
     """
     return lax.gather(
         array,
@@ -177,7 +176,7 @@ def items_at(array: jax.Array, *index: jax.Array, mode: str = "promise_in_bounds
     Args:
         array: `[N, M, ..., *item]`: an axis for each index, and any others.
         index: integers `[...]` of one shape, none negative; one array for each of the first axes.
-        mode: what becomes of indices that are out of range.
+        mode: the mode of `lax.gather` for indices that are out of range.
 
     Returns:
         `[..., *item]`.
@@ -195,11 +194,11 @@ def items_at(array: jax.Array, *index: jax.Array, mode: str = "promise_in_bounds
 
 
 Gather = tuple[Callable[[], jax.Array], bool, Callable[[jax.Array], Any]]
-"""A function that gathers rows; if they are few; and a function of the rows."""
+"""A function that gathers rows; True if these are few; and a function that is applied to them."""
 
 
 def read_each(gathers: list[Gather]) -> list[Any]:
-    """Returns the function of the rows of each gather, all read exactly once."""
+    """Runs gathers, each exactly once, and returns the result of each one's function of rows."""
 
     def get() -> list[Any]:
         return [rows() if is_few else change(rows()) for rows, is_few, change in gathers]
@@ -265,7 +264,7 @@ def put(
 def put_in_turns(
     array: jax.Array, index: jax.Array, values: jax.Array, counts: tuple[int, ...]
 ) -> jax.Array:
-    """`put` of the first `counts[0]` elements, then of the next `counts[1]`, and so on."""
+    """Calls `put` for the first `counts[0]` elements, then for the next `counts[1]`, and so on."""
     if len(counts) == 1:
         return put(array, index, values)
     by_turns = functools.partial(put_part_by_part, counts=counts)
@@ -275,17 +274,17 @@ def put_in_turns(
 def put_part_by_part(
     array: jax.Array, index: jax.Array, values: jax.Array, counts: tuple[int, ...]
 ) -> jax.Array:
-    """`put_in_turns` as one scatter for each count, for any order of writes."""
+    """Implements `put_in_turns` where scatters write in any order: one scatter per count."""
     parts = zip(lax.split(index, counts), lax.split(values, counts), strict=True)
     return functools.reduce(lambda array, part: put(array, *part), parts, array)
 
 
 def put_last(array: jax.Array, index: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sets elements; the last value wins where an index stands twice.
+    """Sets elements; if an index occurs twice, the last value wins.
 
     Args:
         array: float32 `[N]`.
-        index: uint32 `[B]`; others than [0, N) are dropped.
+        index: uint32 `[B]`; indices outside [0, N) are dropped.
         values: float32 `[B]`.
 
     Returns:
@@ -299,7 +298,7 @@ def put_last(array: jax.Array, index: jax.Array, values: jax.Array) -> tuple[jax
 def put_in_any_order(
     array: jax.Array, index: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`put_last` for any order of writes: each duplicate writes the value of the last one."""
+    """Implements `put_last` for any order of writes: all duplicates write the last one's value."""
     position = jnp.arange(index.size, dtype=jnp.int32)
     if index.size <= _MAX_PAIRS:  # the B x B pairs are reduced as they are compared, never stored
         last = jnp.max(jnp.where(index[:, None] == index, position, 0), axis=1, initial=0)
@@ -312,6 +311,6 @@ def put_in_any_order(
         array = put(array, index, jnp.full(index.shape, -1.0, jnp.float32))
         array = put(array, index, position.astype(jnp.float32), lax.scatter_max)
         last = read_at(array, index).astype(jnp.int32)
-    # Every duplicate writes the same value: the order does not matter any more.
+    # Every duplicate writes the same value, so the order does not matter.
     last_values = values.at[last].get(mode="clip")
     return put(array, index, last_values), last_values

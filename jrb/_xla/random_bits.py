@@ -1,4 +1,4 @@
-"""Random bits, their maps to a range that no float32 could resolve, and a computed permutation."""
+"""Random bits, integers in ranges that are too large for float32, and a random permutation."""
 
 import math
 
@@ -11,15 +11,15 @@ from jrb._xla import dependencies
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _HALF, _LOW = np.uint32(16), np.uint32(0xFFFF)
-_ROUNDS = 64  # a pair keeps about 0.6 of what was seen of it before in each; for any n below 2^31
+_ROUNDS = 64  # each leaves about 0.6 of a pair's bias: enough for any n below 2^31
 
 
 def bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns uniform uint32: `jax.random.bits(key, shape)`, as JAX has it by default.
+    """Returns uniform uint32, equal to `jax.random.bits(key, shape)` with JAX's default settings.
 
     JAX lowers its default generator to a loop on the CPU, which costs more than a whole draw from a
-    buffer; here the same twenty rounds are written out. Keys of other generators go to JAX. A key
-    is typed, or the uint32 `[2]` of an old-style one.
+    buffer; here the same twenty rounds are written out. Keys of other generators go to JAX. The key
+    may be typed, or old-style, uint32 `[2]`.
 
     Reference: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3" (Threefry-2x32).
     """
@@ -55,7 +55,7 @@ def unit_interval(words: jax.Array) -> jax.Array:
 
 
 def below(n: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
-    """Returns int32 in [0, n), of equal probability to within n / 2^64; 0 where n is 0.
+    """Returns int32 in [0, n), uniform to within n / 2^64; 0 where n is 0.
 
     Args:
         n: int32, at least 0, broadcast against the words.
@@ -119,7 +119,7 @@ def fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def fold(key: jax.Array, number: int) -> jax.Array:
-    """Returns a key whose bits are independent of those of `key` and of other numbers from 0 on."""
+    """Returns a key that is independent of `key`, and of those folded from other numbers >= 0."""
     words = jax.random.key_data(key)
     if words.shape[-1:] != (2,):
         return jax.random.fold_in(key, 2**32 - 1 - number)
@@ -129,7 +129,7 @@ def fold(key: jax.Array, number: int) -> jax.Array:
 
 
 def _like(key: jax.Array, words: jax.Array) -> jax.Array:
-    """Returns a key of these words, typed or not as the other one."""
+    """Returns a key of these words, typed if `key` is typed, else old-style."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return words
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
