@@ -1,7 +1,7 @@
 """Finds what makes a training step slow: copies of the buffer, retracing, missing donation.
 
-A step is compiled as it is, and its jaxpr is searched (`jrb.jaxpr_search`). What is found is told
-only if the compiled program has memory for it.
+The step is compiled unchanged, and its jaxpr is searched for copies (`jrb.jaxpr_search`). A copy is
+reported only if the compiled program allocates memory for it.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ from jrb.jaxpr_search import CopySearch, Finding, large_constants, without_ones
 from jrb.state import BufferState
 from jrb.types import HostStorage
 
-_CALLS = 5  # that are timed, after the first
+_CALLS = 5  # calls that are timed, after a first one
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was found out about a step; printed, it is a text.
+    """The findings about a training step; printed, it is a text.
 
     Attributes:
-        findings: what is wrong; empty if nothing is.
-        copied: bytes of temporaries and of results that lie elsewhere than the arguments, with all
+        findings: the problems; empty if there are none.
+        copied: the bytes of temporaries, and of results outside the arguments' memory, with all
             states donated.
         traces: how often the step is traced in three calls, each with the state of the one before;
             more than 1 means that it is compiled again.
@@ -63,15 +63,15 @@ class Report:
 
 
 def doctor(step: Callable[..., Any], *args: Any) -> Report:
-    """Says what makes a training step slow, and where.
+    """Finds what makes a training step slow, and where.
 
     It compiles the step twice and runs it about ten times, on copies of the arguments. Storages on
     the host are not copied: these runs write to them. The state should be much larger than a
     batch.
 
     Args:
-        step: compiled or not; its results may be anything, the new state among them.
-        args: its arguments. At least one has a `BufferState` in it, or the step closes over one.
+        step: a function, compiled or not; its results may be anything, the new state among them.
+        args: its arguments. At least one contains a `BufferState`, or the step closes over one.
 
     Returns:
         A report: print it, or look at `findings`.
@@ -140,20 +140,20 @@ def _names(step: Any, args: tuple) -> list[str]:
 
 
 def _shapes(arrays: Any) -> set[tuple[int, ...]]:
-    """Returns the shapes of the large arrays of states; of stacked states, those of one too."""
+    """Returns the shapes of the large arrays of states; for a stack, also those of one state."""
     shapes = set()
     for state in states_in(arrays):
         for leaf in jax.tree.leaves(state):
             for axes in range(state.edits.ndim + 1):
-                # An array with an entry for every second slot, at least: others cost nothing to
-                # copy.
+                # Large is an array with an entry for every second slot, or more: to copy others
+                # costs nothing.
                 if state.ring is None or leaf.size >= state.ring.capacity // 2:
                     shapes.add(without_ones(leaf.shape[axes:]))
     return shapes - {()}
 
 
 def _not_donated(step: Any, args: tuple, names: list[str], result: Any) -> Iterator[Finding]:
-    """Finds arguments with a state that a compiled step returns anew, and does not donate."""
+    """Finds arguments with a state of which a compiled step returns a new one without donation."""
     if not states_in(result) or not hasattr(step, "lower"):
         return
     # As the user has compiled it: `call` above donates all states.
@@ -177,8 +177,8 @@ def _run(compiled: Any, arrays: list[Any], with_state: tuple[int, ...]) -> tuple
     for _ in range(_CALLS + 1):
         left, given = list(results), list(arrays)
         for index in with_state:
-            # The state that the last call returned, known by its structure and shapes; each is used
-            # once.
+            # Pass on the state that the last call returned, recognised by its structure and shapes;
+            # each result is used once.
             new = [one for one in left if _shapes_of(one) == _shapes_of(arrays[index])]
             given[index] = new[0] if new else jax.tree.map(jnp.copy, arrays[index])
             left = [one for one in left if not new or one is not new[0]]
@@ -195,7 +195,7 @@ def _shapes_of(tree: Any) -> Any:
 
 
 def _parts(step: Any, args: tuple) -> tuple[tuple[str, int, float], ...]:
-    """Returns the verbs in a step, how often it calls each, and the time of each alone."""
+    """Returns the methods that a step calls, how often, and the time of each one alone."""
     calls: dict[Any, int] = {}
 
     def note(verb: str, buffer: Any, state: Any, arguments: dict, result: Any) -> None:

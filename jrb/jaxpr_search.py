@@ -1,7 +1,7 @@
 """Finds in a jaxpr where XLA copies a large array, and which constants are large; for `doctor`.
 
-A large array of a state that is written (`scatter`, `dynamic_update_slice`, the carry of a loop)
-stays where it is only if every other operation that reads it comes before, by its data. Whatever
+XLA writes to a large array of a state in place (`scatter`, `dynamic_update_slice`, the carry of a
+loop) only if data dependencies put every other use of the array before the write. An operation that
 makes another array of that size is a copy too.
 """
 
@@ -34,7 +34,7 @@ class Finding:
 
     Attributes:
         problem: what is wrong, with the argument and the size.
-        where: the line of the program, "file:line"; "" if it is none in particular.
+        where: the line of the program, "file:line"; "" if there is no particular one.
         mend: what to do.
     """
 
@@ -48,12 +48,12 @@ class Finding:
 
 
 def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns a shape without axes of length 1, by which large arrays are known."""
+    """Returns a shape without axes of length 1; by such shapes large arrays are recognised."""
     return tuple(size for size in shape if size != 1)
 
 
 def _where(eqn: Any) -> str:
-    """Returns the innermost line of an operation that is neither in JAX nor in jrb."""
+    """Returns the innermost source line of an operation that is outside of JAX and jrb."""
     frames = _frames(eqn)
     return next((line for file, line in frames if not file.startswith(_OWN)), "")
 
@@ -91,13 +91,13 @@ def _variables(terms: Any) -> list[Any]:
 
 @dataclasses.dataclass
 class _Array:
-    """A large array of a state, between two writes: who reads it, and who writes to it.
+    """A large array of a state between two writes, and the operations that use it.
 
     Attributes:
-        label: of the argument that it comes from.
-        nbytes: its size.
-        uses: of each operation: its number, those that it comes after, its line, and whether it
-            writes. Sets of operations are the bits of a number.
+        label: the name of the argument that it comes from.
+        nbytes: its size in bytes.
+        uses: for each operation: its number; the numbers of operations that it depends on, as the
+            bits of an integer; its source line; True if it writes to the array.
     """
 
     label: str
@@ -106,11 +106,11 @@ class _Array:
 
 
 class CopySearch:
-    """A search of one program, or of the body of a loop or of a branch, for copies.
+    """Searches one program, or the body of a loop or of a branch, for copies.
 
     Args:
-        shapes: those of large arrays, without axes of length 1.
-        found: where findings go, by their line and what mends them, with the size.
+        shapes: the shapes of large arrays, without axes of length 1.
+        found: receives, by line and mend, the bytes, the finding, and True if it is certain.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class CopySearch:
             var: (0, self._array(var, it)) for var, it in zip(jaxpr.invars, labels, strict=True)
         }
         self._run(jaxpr, known, line)
-        # An array that is returned as it was, although something writes to it.
+        # Arrays that are returned unchanged, although something writes to them.
         results = {id(known[var][1]) for var in _variables(jaxpr.outvars) if var in known}
         for array in self._arrays:
             for number, earlier, where, writes in array.uses:
@@ -134,14 +134,14 @@ class CopySearch:
                     problem = "is returned, and written to"
                     self._add(array, problem, where, "Return only the state after the write")
                 for other, _, other_where, _ in array.uses:
-                    # A read that is neither before the write by data, nor the write itself: XLA
-                    # keeps a copy.
+                    # XLA keeps a copy for each other use on which the write does not depend by its
+                    # data.
                     if other != number and not earlier >> other & 1:
                         problem = f"is used here, and in no certain order written to at {where}"
                         self._add(array, problem, other_where, _ORDER)
 
     def _array(self, var: Any, label: str) -> _Array | None:
-        """Returns a new array if it is large, and comes from an argument."""
+        """Returns a new `_Array` for a variable that is large and comes from an argument."""
         if not label or without_ones(var.aval.shape) not in self._shapes:
             return None
         self._arrays.append(_Array(label, var.aval.size * var.aval.dtype.itemsize))
@@ -155,7 +155,7 @@ class CopySearch:
             self._found[where, mend] = array.nbytes, Finding(text, where, mend), is_certain
 
     def _run(self, jaxpr: Any, known: dict[Any, tuple[int, _Array | None]], line: str) -> None:
-        """Goes through operations; `known` has what each array comes after, and large arrays."""
+        """Visits operations; `known` maps variables to earlier operations and large arrays."""
         for eqn in jaxpr.eqns:
             ins = [
                 known.get(var, (0, None)) if not hasattr(var, "val") else (0, None)
@@ -165,7 +165,7 @@ class CopySearch:
             inner = _called(eqn)
             if inner is not None:
                 inside = dict(zip(inner.invars, ins, strict=True))
-                # What jrb itself compiles has the lines of its first caller: keep those of this.
+                # A program that jrb compiles has its first caller's lines: use this caller's line.
                 file = next((file for file, _ in _frames(eqn)), "")
                 is_of_jrb = file.startswith(_OWN) and file != _OWN + "doctor.py"
                 self._run(inner, inside, where if line or is_of_jrb else "")
@@ -181,10 +181,10 @@ class CopySearch:
     def _operation(
         self, eqn: Any, ins: Any, where: str, line: str
     ) -> list[tuple[int, _Array | None]]:
-        """Notes what an operation reads and writes; returns what its results come after."""
+        """Records the arrays that an operation uses; returns entries of `known` for its results."""
         earlier, number = _union(ins), self._count
-        # Numbers of operations are bits: what comes before one is the union of what its operands
-        # do.
+        # An operation depends on all that its operands depend on: a union of sets, which are the
+        # bits of integers.
         self._count += 1
         origin = self._origins(eqn, ins, line)
         for position, (_, array) in enumerate(ins):
@@ -202,15 +202,15 @@ class CopySearch:
             elif sources and (array := self._array(var, sources[0].label)) is not None:
                 name = "slice" if "slice" in eqn.primitive.name else eqn.primitive.name
                 mend = _MENDS.get(name, "Leave the arrays of a state to its methods")
-                # XLA may choose in the memory of one of both states: it takes time, and no memory.
+                # XLA may select in the memory of one of the two: that costs time, but no memory.
                 self._add(array, f"is made anew by `{name}`", where, mend, name == "select_n")
             outs.append((earlier | 1 << number, array))
         return outs
 
     def _origins(self, eqn: Any, ins: Any, line: str) -> list[tuple[int | None, bool]]:
-        """Returns for each result the operand in whose memory it lies, and whether that changes.
+        """Returns for each result the operand whose memory it uses, and True if that is written to.
 
-        Searches the bodies of loops and branches, too.
+        It also searches the bodies of loops and branches.
         """
         name, params = eqn.primitive.name, eqn.params
         labels = ["" if array is None else array.label for _, array in ins]
@@ -239,7 +239,7 @@ class CopySearch:
 
 
 def _of_branches(branches: list[Any], number: int) -> tuple[int | None, bool]:
-    """Returns the operand of a `cond` in whose memory a result lies, and whether that changes."""
+    """Returns the operand of a `cond` whose memory a result uses, and True if it is written to."""
     outs = [branch.outvars[number] for branch in branches]
     for position in range(len(branches[0].invars)):
         # Unchanged in all branches: it is read. In some: one of them writes to it.

@@ -1,4 +1,4 @@
-"""Checkpoints: a buffer and its state on a disk, exact, and whole after any crash."""
+"""Checkpoints: saves and loads a buffer and its state exactly; no crash damages a checkpoint."""
 
 from typing import TYPE_CHECKING, Final
 
@@ -44,7 +44,7 @@ __all__ = [
 __dir__: PublicNames = lambda: __all__
 
 if not TYPE_CHECKING:  # or every misspelt name would have a type
-    # The command looks into checkpoints without JAX, and Orbax is an extra.
+    # Imported when used: the command inspects checkpoints without JAX, and Orbax is optional.
     _HOMES = dict.fromkeys(__all__, "jrb.checkpoint.api") | {
         "DamagedError": "jrb._store.errors",
         "Dump": "jrb.interop.dump",

@@ -35,7 +35,7 @@ from jrb.types import Item
 Path = str | os.PathLike[str]
 
 Hooks = Hook | dict[str, Any] | None
-"""A function over items, or one for each of several buffers; None for none."""
+"""A function of items, or a dict with one for each of several buffers; None for none."""
 
 
 # Saving.
@@ -57,44 +57,44 @@ def save(
     """Saves a buffer and its state.
 
     A reader sees the old checkpoint or the new one, never a mixture, also after a crash at any
-    moment. Of the items, only those that are new or changed since the last save to this path are
-    written; Python objects are written as a whole. Changed items are found by checksums of all
-    items in memory, so also an array that you have edited by hand is saved as it is.
+    moment. Only items that are new or changed since the last save to this path are written; Python
+    objects are all written again. Changed items are found by checksums of all items in memory, so
+    that changes which you make to arrays by hand are saved too.
 
-    Where `path` is that of the buffer's own storage on the host (`jrb.MemmapStorage`), this is a
-    commit: rows are in their files already, and it costs what changed.
+    If `path` is that of the buffer's own storage on the host (`jrb.MemmapStorage`), this is a
+    commit: rows are in their files already, and the time depends only on how many have changed.
 
     Args:
         path: a folder, or with `layout="h5"` a file, that is new, empty, or a checkpoint. Files
             of other programs are never overwritten.
         buffer: a `ReplayBuffer`, `Mix` or `Sharded`; or several, as a dict by name or as a tuple,
-            in one generation. Of a `Sharded`, each process saves its shards, in a folder that all
-            see; all processes call this alike.
-        state: its state, also one that `vmap` has put axes before; of several, a dict with the same
-            names, or a tuple. It is only read.
+            which are saved in one generation. For a `Sharded`, all processes make the same call
+            with a folder that all of them see, and each saves its shards.
+        state: its state, or a stack of states made by `vmap`; for several buffers, a dict with the
+            same names, or a tuple. It is only read.
         extra: a pytree of arrays, PRNG keys and Python numbers that is saved in the same
             generation, such as parameters, the state of an optimizer and the number of the step.
-        encode: a function whose results are written in place of the items: from K of them, arrays
-            `[K, ...]` in the structure and dtypes in which they are stored, keys as their words, to
-            a pytree of arrays `[K, ...]`. It is called for some megabytes at a time, also for items
-            of zeros, and must give the same for the same item always, whatever items come with it.
-            With a function of another name, or other dtypes or shapes, everything is written again.
-            Of several buffers, one function for all, or a dict of functions by name.
-        items: False leaves out the items, which `load` then asks for: all else is small, and saved
-            at once.
+        encode: a function whose results are written in place of the items. It takes K items, arrays
+            `[K, ...]` in their stored structure and dtypes, keys as their words, and returns a
+            pytree of arrays `[K, ...]`. It is called for some megabytes at a time, also for items
+            of zeros. Its result for an item must always be the same, whatever other items come with
+            it. If its name, or dtypes or shapes of results, change, everything is written again.
+            For several buffers, one function for all, or a dict of functions by name.
+        items: False leaves out the items, which must then be passed to `load`; all else is small,
+            and quickly saved.
         keep: the number of older generations that are kept; see `generations`.
         layout: "native", or "h5": one file, a group for each trajectory.
         compression: a filter for the datasets in "h5", such as "gzip".
 
     Returns:
-        The number of the generation; 0 for a file.
+        The number of the generation; 0 with `layout="h5"`.
 
     Raises:
         LockedError: another process or thread is saving there.
         OSError: the disk is full or broken; the checkpoint that was there before is unchanged.
-        TypeError: an object in a `ListStorage` that no file can hold; the message says which.
-        ValueError: the state is not one of this buffer; or there is something else at the path,
-            which the message names.
+        TypeError: an object in a `ListStorage` cannot be saved; the message says which.
+        ValueError: the state does not belong to this buffer; or at the path is something else than
+            a checkpoint, which the message names.
 
     Example:
         >>> import tempfile, numpy as np, jax.numpy as jnp, jrb
@@ -163,8 +163,8 @@ def save_snapshot(
 
 
 def _new_job(path: str, saved: AnySnapshot, keep: int, extra: ExtraData, out: Outward) -> Job:
-    """Returns a save that has taken no lock yet."""
-    # Rows of a storage at its own path are in their files already, and are only promised.
+    """Returns the job of a save, which has not taken its lock yet."""
+    # Rows of a storage at its own path are in their files already, and only have to be committed.
     if saved.lies_at(path):
         if not out.is_plain:
             raise ValueError(
@@ -180,7 +180,7 @@ def _new_job(path: str, saved: AnySnapshot, keep: int, extra: ExtraData, out: Ou
 
 
 def _hdf5() -> ModuleType:
-    """Returns what reads and writes HDF5, whose library is imported when it is needed."""
+    """Returns the module for HDF5, whose library is imported only when it is needed."""
     return importlib.import_module("jrb.checkpoint.hdf5")
 
 
@@ -190,13 +190,13 @@ _running: dict[str, "Save"] = {}  # without a lock, as an interrupt could leave 
 
 
 class Save:
-    """A save under way, in a thread that a program waits for before it ends."""
+    """A save in a background thread; before the program ends, it waits for the thread."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._job: Job | None = None  # until it is over
+        self._job: Job | None = None  # None again when the save is over
         self._worker = Worker(compat.with_settings(self._finish), "jrb-save")
-        self._was_raised = False  # by `wait`
+        self._was_raised = False  # True once `wait` has raised the error
 
     def _begin(self, path: str, saved: AnySnapshot, extra: ExtraData, out: Outward) -> None:
         """Copies what will be written, and starts the thread if anything is left to be done."""
@@ -204,14 +204,14 @@ class Save:
             with saving.reading(saved):
                 self._job = _new_job(path, saved, self._keep, extra, out)
                 self._job.open(copy=True)
-                # A commit syncs files and writes one: it is done here, and nothing has to be
-                # copied.
+                # A commit only syncs files and writes one: it is done here, so that nothing has to
+                # be copied.
                 is_commit = saved.lies_at(path)
                 if is_commit:
                     self._finish()
             if not is_commit:
                 self._worker.start()
-        except BaseException:  # an interrupt may come where the context ends
+        except BaseException:  # also an interrupt at the end of the context
             if self._job is not None and not self._worker.is_started:
                 self._job.close()
             raise
@@ -222,14 +222,14 @@ class Save:
             job.finish(self._keep)
 
     def done(self) -> bool:
-        """Returns whether it is over."""
+        """Returns True if the save is over."""
         return not self._worker.is_alive()
 
     def wait(self) -> None:
-        """Returns when it is over. An interrupt ends the waiting, not the save.
+        """Waits until the save is over. An interrupt ends the waiting, not the save.
 
         Raises:
-            OSError: what went wrong.
+            OSError: the save has failed.
         """
         self._worker.wait()
         if self._worker.error is not None:
@@ -250,11 +250,11 @@ def save_async(
 ) -> Save:
     """Saves in the background.
 
-    Rows and arrays are copied to host memory before this returns: at first all of them, later those
-    that changed. Then the state may be donated. If the save fails, the next call of `save`,
-    `save_async` or `load` with this path raises, and so does `wait`. A program that ends waits, and
-    has the status 120 if a save failed and `wait` was not called. An interrupt of `wait` ends only
-    the waiting. A commit of a storage on the host to its own path is over when this returns.
+    Rows and arrays are copied to host memory before this returns: all of them in the first save to
+    a path, later only those that changed. Afterwards the state may be donated. If the save fails,
+    the next call of `save`, `save_async` or `load` with this path raises, and so does `wait`. A
+    program waits for its saves before it ends, and exits with status 120 if one has failed without
+    a call of `wait`. A commit of a storage on the host to its own path is over when this returns.
 
     Args:
         path: the path of a folder.
@@ -269,7 +269,7 @@ def save_async(
         The save, with `wait()` and `done()`.
 
     Raises:
-        As `save`, and what went wrong with the save before.
+        As `save`; also the error of an earlier save to this path.
     """
     path, out = _settled(path), Outward(encode, items)
     _check_options("native", None, keep, out)
@@ -283,14 +283,14 @@ def save_async(
 
 
 def settle(path: str) -> None:
-    """Waits until nothing is under way for a path, and raises what went wrong there, once."""
+    """Waits for a running save to a path, and raises its error, but only once."""
     path = os.path.realpath(path)
     save = _running.get(path)
     if save is None:
         return
     save._worker.wait()
     error = save._worker.error
-    # Without a call in between, so without an interrupt: it is forgotten when it is raised.
+    # No call comes between these lines, so no interrupt: an error is forgotten only when raised.
     if path in _running and _running[path] is save:
         del _running[path]
     if error is not None:
@@ -298,12 +298,12 @@ def settle(path: str) -> None:
 
 
 class _FailingOutput:
-    """Takes the place of `sys.stdout` when the program ends: what was not saved is an error.
+    """Takes the place of `sys.stdout` when the program ends, so that a failed save is an error.
 
-    The status of a program whose main module has ended can be changed in one way only: Python makes
-    it 120 where the standard output cannot be flushed, and shows what was raised. An exception in a
-    function of `atexit` is shown, but leaves the status 0; `os._exit` would leave out all that
-    others do when the program ends.
+    There is only one way to change the status of a program whose main module has ended: Python sets
+    it to 120 if the standard output cannot be flushed, and shows the exception. An exception in a
+    function of `atexit` is shown too, but leaves the status 0; `os._exit` would skip the other
+    functions that are called when the program ends.
     """
 
     def __init__(self, output: Any, error: BaseException) -> None:
@@ -324,7 +324,7 @@ class _FailingOutput:
 
 @atexit.register
 def _report() -> None:
-    """Waits for all saves; a failure that `wait` did not raise becomes the program's."""
+    """Waits for all saves; an error that `wait` did not raise sets the status of the program."""
     errors: list[BaseException] = []
     for save in list(_running.values()):
         try:
@@ -342,7 +342,7 @@ def _report() -> None:
 
 
 class _Options(TypedDict, total=False):
-    """The other arguments of `load`."""
+    """The arguments of `load` that its overloads have in common."""
 
     example: Item
     decode: Hooks
@@ -398,49 +398,49 @@ def load(
     device: Device = None,
     verify: bool = True,
 ) -> Any:
-    """Loads what was saved: the next draws are, bit for bit, those of an uninterrupted run.
+    """Loads a checkpoint: the next draws are, bit for bit, those of an uninterrupted run.
 
     The path of a storage on the host is opened in place; with `verify`, all rows are read first.
-    Another process may still be writing there; the first write from here needs it to have ended.
+    Another process may be writing there, but must have ended before the first write from here.
     Items on the host from any other checkpoint go to a temporary store, or to that of `buffer`.
 
     Args:
         path: the path of a checkpoint, in either layout.
-        buffer: the description; needed if it holds functions, whose code no file has. Batch size
-            and transforms may be others than those saved; if anything else is, the state is
-            converted as by `jrb.rebuild`. Of several, a dict or tuple of them.
-        example: one transition; needed if the items are of classes that the program has not
-            defined. Otherwise it is only compared. Of several, a dict or tuple of them.
+        buffer: the description; needed if it contains functions, as no code is saved. Batch size
+            and transforms may differ from the saved ones; if anything else differs, the state is
+            converted as by `jrb.rebuild`. For several buffers, a dict or tuple of descriptions.
+        example: one transition; needed if the program has not defined the classes of the items.
+            Otherwise it is only compared. For several buffers, a dict or tuple of transitions.
         extra: an example of the saved `extra`. Each leaf is returned as the example's leaf is: a
             JAX array on the same device, a NumPy array, or a Python number.
-        decode: the inverse of the `encode` of the save. It is called for each chunk: it takes NumPy
-            arrays `[K, ...]` and returns items as they are stored. Of several, as for `encode`.
+        decode: the inverse of the `encode` of the save. For each chunk, it takes NumPy arrays
+            `[K, ...]` and returns items as they are stored. For several buffers, as for `encode`.
         items: for a checkpoint that was saved with `items=False`, the result of
             `jrb.items(buffer, state)` at that time: arrays `[K, ...]`, oldest first, keys as their
-            words; of a `ListStorage` a list. Some are compared with what was held. Of several, a
-            dict or tuple. Rows that hold no items come back as zeros.
-        cast: whether items of float64, int64 and other 64 bits become what JAX keeps without
-            `jax_enable_x64`, as with `jrb.ReplayBuffer(cast=True)`. Rows that hold no items come
-            back as zeros.
+            words; for a `ListStorage`, a list. Some are compared with saved checksums. For several
+            buffers, a dict or tuple. Slots without items become zeros.
+        cast: True converts items of float64, int64 and other 64 bits to the dtypes that JAX keeps
+            without `jax_enable_x64`, as `jrb.ReplayBuffer(cast=True)` does. Slots without items
+            become zeros.
         capacity: another N; the newest rows stay, with their priorities.
-        num_envs: another E, or None; the rows of all environments are then dealt out again, each
-            trajectory in one piece, and no window crosses a seam.
+        num_envs: another E, or None. All trajectories are then distributed over the environments,
+            each in one piece, and no window reaches from one into the next.
         generation: its number; None for the newest.
-        device: a device or a sharding for all arrays; None for the default device. Of a `Sharded`,
-            its mesh: each process then reads the shards that it has.
+        device: a device or a sharding for all arrays; None for the default device. For a `Sharded`,
+            its mesh; each process reads its own shards.
         verify: False opens the path of a storage on the host at once, without a check of all rows;
             a damaged row is then drawn as it is.
 
     Returns:
-        The description and the state, of several buffers each as they were saved, dicts or tuples;
-        and what was saved besides, if there is an example of it.
+        The description and the state, for several buffers as dicts or tuples, like those that were
+        saved; and the saved `extra`, if an example of it is given.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no such generation.
         DamagedError: a file is not what was written; the message names leaf, block and file.
-        TypeError: items of 64 bits, where JAX keeps 32, without `cast`.
-        ValueError: another version, dtype, shape, structure or capacity, with the leaf's name; no
-            `decode` or `items` where they are needed, or one where it is not.
+        TypeError: the items have dtypes of 64 bits that JAX does not keep, and `cast` is False.
+        ValueError: the version, or a leaf's dtype or shape, the structure or the capacity differ;
+            `decode` or `items` is missing, or is given and not needed.
     """
     path = _settled(path)
     if generation is not None:
@@ -482,7 +482,7 @@ def _read_as(
     try:
         return read(path, buffer, example, device)
     except descriptions.OtherError as other:
-        # A store that is read at its own path cannot be replaced.
+        # A store that is opened at its own path cannot be converted.
         if not isinstance(buffer, ReplayBuffer | Sharded) or schema.is_at(path, buffer):
             raise
         try:
@@ -504,7 +504,7 @@ def load_generation(
     extra: Item = None,
     back: Inward = _AS_SAVED,
 ) -> Any:
-    """Returns a description and its state; and what was saved besides, for an example of it."""
+    """Returns a description and its state; and the saved `extra`, if there is an example of it."""
     # Another process may commit and remove this generation while it is read: then try the next.
     folder = opening.folder_at(path)
     while True:
@@ -519,10 +519,10 @@ def load_generation(
 
 
 def _settled(path: Path) -> str:
-    """Returns the path, absolute, when nothing is under way for it."""
+    """Returns the absolute path, after waiting for a running save to it."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected a path, got {path!r}. The order is (path, buffer, state).")
-    # First, as a relative path means another folder after a `chdir`.
+    # Made absolute before the wait, as a relative path means another folder after a `chdir`.
     absolute = files.absolute(path)
     settle(absolute)
     return absolute
@@ -533,25 +533,25 @@ def _settled(path: Path) -> str:
 
 @escaped_errors()
 def generations(path: Path) -> list[int]:
-    """Returns the generations that a checkpoint has, oldest first."""
+    """Returns the numbers of the generations that a checkpoint has, oldest first."""
     return manifest.numbers(_settled(path))
 
 
 @escaped_errors()
 def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
-    """Returns what a checkpoint in a folder says of itself; its rows are not read.
+    """Returns the metadata of a checkpoint in a folder; its rows are not read.
 
     Args:
         path: the path of the folder.
         generation: its number; None for the newest.
 
     Returns:
-        For JSON: `generation`; `description`, as it is written; `time`, when it was saved, in UTC;
+        A dict for JSON: `generation`; `description`, as code; `time`, when it was saved, in UTC;
         `versions` of libraries; `capacity`, `num_envs`, `size`; `writer`, where the next row goes;
-        `leaves` in rows, with dtype and shape; `nbytes`; `items`, "rows" as they are,
-        "encoded", "objects", or "apart" if they were left out; `encode`, the name of the function;
-        `extra`, the leaves that were saved besides, None where there is none; and `parts`,
-        the same of each of several buffers, by name.
+        `leaves` in rows, with dtype and shape; `nbytes`; `items`, "rows" if they were saved
+        unchanged, "encoded", "objects", or "apart" if they were left out; `encode`, the name of the
+        function; `extra`, the names of its leaves, None without any; and `parts`, such a dict for
+        each of several buffers, by name.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no such generation.
@@ -562,14 +562,14 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Returns whether a path is that of a checkpoint in either layout, even of a damaged one."""
+    """Returns True if a checkpoint in either layout is at a path, even a damaged one."""
     path = _settled(path)
     return manifest.is_checkpoint(path) if os.path.isdir(path) else _hdf5().is_own(path)
 
 
 @escaped_errors()
 def verify(path: Path, progress: Progress = no_progress) -> list[str]:
-    """Reads all of a checkpoint, older generations too, and returns its damage, a line each.
+    """Reads a whole checkpoint, older generations too, and returns a line about each damage.
 
     It takes some megabytes of memory, whatever the size.
 
@@ -579,7 +579,7 @@ def verify(path: Path, progress: Progress = no_progress) -> list[str]:
             from 0 to 1; perhaps from another thread, one call at a time.
 
     Returns:
-        Nothing for one that is whole.
+        Lines of text; an empty list if nothing is damaged.
 
     Raises:
         FileNotFoundError: there is no checkpoint.

@@ -1,8 +1,8 @@
-"""Descriptions of buffers: several by name; as JSON, and back; and structures of items as JSON.
+"""Converts descriptions of buffers, and structures of items, to JSON and back.
 
-Nothing is imported and nothing is called on the way back but the constructors of descriptions and
-of containers whose classes the program has already defined: a file cannot make it run code.
-Functions are only named; whoever reads a description with one in it has to bring it.
+Decoding imports nothing, and calls only constructors of descriptions and of containers whose
+classes the program has already defined, so that a file cannot make it run code. Of functions only
+the names are saved: to load a description with a function, pass it to `load`.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from jrb.sharding import Sharded
 from jrb.types import Item, StatefulTransform, Storage
 
 OWN = samplers, storages, transforms, units, writers, buffer, keys, mix, sharding
-"""The modules of the parts that come with jrb: once they are imported, `find_class` knows these."""
+"""The modules of jrb's own parts. They are imported here, so that `find_class` finds the parts."""
 
 Json = Any
 
@@ -41,14 +41,14 @@ class UnknownError(ValueError):
 
 
 class OtherError(ValueError):
-    """Another description was given than was saved."""
+    """The given description differs from the saved one."""
 
 
 # Several buffers by their names.
 
 
 def check(buffer: Several, verb: str) -> None:
-    """Raises unless it is a description that can be saved, or some of them."""
+    """Raises unless `buffer` is a description that can be saved, or a dict or tuple of these."""
     if isinstance(buffer, ReplayBuffer | Mix | Sharded):
         return
     if not isinstance(buffer, dict | tuple) or not buffer:
@@ -61,7 +61,7 @@ def check(buffer: Several, verb: str) -> None:
         if not isinstance(name, str):
             raise TypeError(f"{verb}: expected names of buffers, got the key {name!r}.")
         check(part, verb)
-    # Some file systems take names for equal that differ only in capital letters.
+    # Some file systems do not distinguish names that differ only in capital letters.
     folders = {name: manifest.folder_name(name) for name in each(buffer)}
     lower = [folder.lower() for folder in folders.values()]
     for name, folder in folders.items():
@@ -83,10 +83,10 @@ def each(buffer: Several) -> dict[str, Any]:
 
 
 def for_each(buffer: Several, thing: Any, what: str) -> dict[str, Any]:
-    """Returns what belongs to each of some buffers, by its name; `what`, for the error.
+    """Returns the entry of `thing` for each buffer, by name; `what` is for the error message.
 
-    It is in a tuple for a Mix; else in a dict with the same names, or a tuple of that length. Of a
-    Sharded, one thing is for all shards.
+    For a dict of buffers, `thing` is a dict with the same names; for a tuple or a `Mix`, a tuple of
+    that length. All shards of a `Sharded` get `thing` itself.
     """
     if isinstance(buffer, Sharded):
         return dict.fromkeys(each(buffer), thing)
@@ -104,7 +104,7 @@ def for_each(buffer: Several, thing: Any, what: str) -> dict[str, Any]:
 
 
 def hook_for_each(buffer: Several, hook: Any, what: str) -> dict[str, Any]:
-    """Returns the function for each buffer: one for all, or those of a dict."""
+    """Returns the function for each buffer, by name; `hook` is one for all, or a dict."""
     if isinstance(hook, dict):
         return for_each(each(buffer), hook, what)
     return dict.fromkeys(each(buffer), hook)
@@ -132,7 +132,7 @@ def encode(value: Any) -> Json:
     if type(value) is tuple:
         return {"tuple": [encode(entry) for entry in value]}
     name = name_of(type(value))
-    # A class that was defined inside a function is not found by its name, and so only named.
+    # A class that was defined inside a function cannot be found by its name: only name it.
     if pytree.is_component(type(value)) and find_class(name) is type(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {"part": name, "fields": {key: encode(entry) for key, entry in fields.items()}}
@@ -140,7 +140,7 @@ def encode(value: Any) -> Json:
 
 
 def decode(node: Json, where: str = "buffer") -> Any:
-    """Returns the description that was encoded, JSON that `jrb.checkpoint.manifest` has checked."""
+    """Returns the description that JSON encodes; `jrb.checkpoint.manifest` has checked the JSON."""
     if not isinstance(node, dict):
         return node
     if "tuple" in node:
@@ -158,7 +158,7 @@ def decode(node: Json, where: str = "buffer") -> Any:
             "its module first, or pass load(path, buffer=...)."
         )
     fields = {key: decode(part, f"{where}.{key}") for key, part in node["fields"].items()}
-    # After `upgraded`, so what differs here is no rename that is known.
+    # Old names were replaced by `upgraded`, so a difference is not a known renaming.
     if fields.keys() != {field.name for field in dataclasses.fields(cls)}:
         raise UnknownError(
             f"{where}: {node['part']} has other fields than it had when it was saved, "
@@ -176,7 +176,7 @@ def _construct(cls: Any, fields: dict[str, Any], where: str) -> Any:
 
 @contextlib.contextmanager
 def read_from(path: str) -> Iterator[None]:
-    """A time in which what does not fit together is the fault of a file, which is named."""
+    """Returns a context whose errors become errors about a file, with its path in the message."""
     try:
         yield
     except UnknownError as error:
@@ -189,10 +189,10 @@ def read_from(path: str) -> Iterator[None]:
 
 
 def matched(path: str, saved: Json, given: Any, kind: type) -> Any:
-    """Returns the description that was saved, of a kind, or the given one if it is the same.
+    """Returns the saved description, which must be a `kind`; or the given one if it is the same.
 
-    Batch size, `min_size`, `cast` and transforms may differ: no state depends on them, but for
-    transforms that have a state.
+    Batch size, `min_size`, `cast` and transforms may differ, as no state depends on them, except
+    for transforms that have a state.
     """
     if given is None:
         with read_from(path):
@@ -200,7 +200,7 @@ def matched(path: str, saved: Json, given: Any, kind: type) -> Any:
             if not isinstance(description, kind):
                 raise ValueError(f"buffer: expected a {kind.__name__}, got {_short(saved)}")
             return description
-    # Old names first, so that a renamed option is no difference.
+    # Old names are replaced first, so that a renamed option is no difference.
     lines = _differences(binding(upgraded(saved)), binding(encode(given)), "buffer")
     if lines:
         raise OtherError(
@@ -211,7 +211,7 @@ def matched(path: str, saved: Json, given: Any, kind: type) -> Any:
 
 
 def binding(node: Json) -> Json:
-    """Returns an encoded description without what no state depends on."""
+    """Returns an encoded description without the options on which no state depends."""
     if isinstance(node, list):
         return [binding(entry) for entry in node]
     if not isinstance(node, dict):
@@ -223,7 +223,7 @@ def binding(node: Json) -> Json:
         free |= set(cls.unbound)
     fields = node["fields"]
     bound = {name: binding(entry) for name, entry in fields.items() if name not in free}
-    # Transforms up to the last one that has a state.
+    # The state depends on all transforms up to the last one that has a state.
     transforms = fields.get("transforms")
     parts = transforms.get("tuple", []) if isinstance(transforms, dict) else []
     classes = [find_class(it.get("part", "")) if isinstance(it, dict) else None for it in parts]
@@ -234,7 +234,7 @@ def binding(node: Json) -> Json:
 
 
 def _differences(saved: Json, given: Json, where: str) -> list[str]:
-    """Returns where two encoded descriptions differ; functions are not compared."""
+    """Returns a line about each difference of two encoded descriptions, functions excepted."""
     if isinstance(saved, dict) and isinstance(given, dict):
         if "named" in saved and "named" in given:
             return []
@@ -285,8 +285,8 @@ _REMOVED: dict[str, dict[str, Json]] = {
 def upgraded(node: Json) -> Json:
     """Returns an encoded description with the names that parts and options have now.
 
-    Options that a part got since it was saved have their defaults. A name is changed only where
-    the program's class lacks the old one and has the new one, so that classes of users keep theirs.
+    Options that did not exist when the part was saved get their defaults. An option is renamed only
+    if the program's class lacks the old name and has the new one: users' classes keep their names.
     """
     if isinstance(node, list):
         return [upgraded(entry) for entry in node]
@@ -310,7 +310,7 @@ def upgraded(node: Json) -> Json:
                 value = _RENAMED_VALUES.get(key, {}).get(value, value)
             fields[key] = upgraded(value)
         elif old not in removed or removed[old] not in (value, ...):
-            fields[old] = value  # `decode` says that the part has no such option
+            fields[old] = value  # `decode` then raises: the part has no such option
     for key, field in own.items():
         if key not in fields and field.default is not dataclasses.MISSING:
             fields[key] = encode(field.default)
@@ -335,7 +335,7 @@ def name_of(thing: PyTree) -> str:
 def find_class(name: str) -> type | None:
     """Returns the class of this name, if its module is imported; None if there is none.
 
-    Parts of jrb may have another name now, or be in another module.
+    A part of jrb is also found if it was renamed, or moved to another module, since it was saved.
     """
     module, _, path = name.partition(":")
     # Never an import: a file could name any module.
@@ -353,7 +353,7 @@ def find_class(name: str) -> type | None:
 
 def encode_structure(tree: Item) -> Json:
     """Returns the structure, shapes and dtypes of a pytree of `jax.ShapeDtypeStruct`s as JSON."""
-    # A class that cannot be built from its fields would be refused only at the load.
+    # Decode it as a test: otherwise a class that its fields cannot rebuild fails only in `load`.
     node = _encode_node(tree)
     try:
         is_same = jax.tree.structure(decode_structure(node)) == jax.tree.structure(tree)

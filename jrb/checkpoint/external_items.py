@@ -1,8 +1,8 @@
-"""Items that are not in rows of the state's own leaves: encoded by a function, or kept by the user.
+"""Items that are not saved as rows of the state's leaves, but encoded by a function or left out.
 
-K items, N capacity, V the buffers of a state under `vmap`. Slot s of buffer v is row
-v * N + s. Items are NumPy arrays `[K, ...]` in their own structure and dtypes, keys as their words,
-wherever and however the storage keeps them.
+K items, N capacity, V the number of buffers in a state under `vmap`. Slot s of buffer v is row
+v * N + s. Items here are NumPy arrays `[K, ...]` in their own structure and dtypes, keys as their
+words, wherever and however the storage keeps them.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ from jrb.types.messages import PartState
 KEPT = "apart"
 """The kind of items that were left out of a checkpoint."""
 ENCODED = "encoded"
-"""The kind of items that a function was called for."""
+"""The kind of items that a function has encoded."""
 
 MEND = "Pass what jrb.items(buffer, state) gave when it was saved."
 
 Hook = Callable[[Any], Any]
 Pieces = Iterable[tuple[np.ndarray, list[np.ndarray]]]
-"""Numbers of rows, and leaves of their items."""
+"""Pairs of the indices of rows, and the leaves of the rows' items."""
 
 _BLANK, _COLUMN = ".blank", "items/"
 _NOWHERE = 2**31 - 1  # a slot that is in no array
@@ -69,7 +69,7 @@ class Inward:
     cast: bool = False
 
     def check(self, path: str, form: dict[str, Any]) -> None:
-        """Raises unless a checkpoint whose items are of this form needs these arguments."""
+        """Raises unless these options fit a checkpoint; `form` is the metadata of its items."""
         name = form.get("encode")
         if name is not None and self.decode is None:
             raise ValueError(
@@ -109,17 +109,17 @@ def host_spec(spec: Item) -> Any:
 
 
 def without(buffer: Buffer, state: Any) -> Any:
-    """Returns the state, or its specs, with None for the leaves in which items are."""
+    """Returns the state, or its specs, with None in place of all arrays of items."""
     items = set(map(id, jax.tree.leaves(buffer.storage.slotted(state.storage))))
     storage = jax.tree.map(lambda leaf: None if id(leaf) in items else leaf, state.storage)
     return state.replace(storage=storage)
 
 
 class Items:
-    """The items of a state.
+    """Reads the items of a state to the host.
 
     Attributes:
-        spec: of one, on the host.
+        spec: the specs of one item on the host.
     """
 
     spec: Any
@@ -130,7 +130,7 @@ class Items:
         self._state: tuple[int, Any] = -1, None
 
     def take(self, rows: np.ndarray) -> Any:
-        """Returns the items of rows `[K]`; those of several buffers ascend."""
+        """Returns the items of rows `[K]`; rows of several buffers must be ordered by buffer."""
         # Row v * N + s is slot s of buffer v.
         buffers, slots = np.divmod(rows, self._saved.buffer.capacity)
         numbers = np.unique(buffers) if len(rows) else [0]
@@ -139,7 +139,7 @@ class Items:
         return jax.tree.unflatten(jax.tree.structure(self.spec), list(leaves))
 
     def _leaves(self, number: int, slots: np.ndarray) -> list[np.ndarray]:
-        """Returns the leaves of the items of one buffer."""
+        """Returns the leaves of the items at some slots of buffer `number`."""
         for view in self._saved.views:
             return view.rows.take(view.version, [slots] * len(view.rows.raw))
         axes, state = len(self._saved.batch), self._state  # other threads may replace it
@@ -159,16 +159,16 @@ class Items:
 
 @dataclasses.dataclass(frozen=True)
 class EncodedRows(StateRows):
-    """Rows that are made of those of items by a function.
+    """Rows that a function makes of items.
 
-    They are written as what distinguishes them from the row that an item of zeros gives, by
-    exclusive or: so rows that were never written are zeros, here as elsewhere.
+    They are written as the exclusive or with the row that the function makes of an item of zeros.
+    So rows that were never written are zeros, as in all other stores.
 
     Attributes:
-        items: of which they are made.
+        items: the items that are encoded.
         encode: the function.
-        blank: what it makes of an item of zeros, uint8 `[1, width]` of each column.
-        structure: of what it gives.
+        blank: its result for an item of zeros, uint8 `[1, width]` for each column.
+        structure: the specs of its result for one item.
     """
 
     _: dataclasses.KW_ONLY
@@ -180,18 +180,18 @@ class EncodedRows(StateRows):
     def take(self, rows: np.ndarray) -> list[np.ndarray]:
         """Returns the bytes of rows `[B]` of each column, uint8 `[B, width]`."""
         items = self.items.take(rows)
-        # Rows that were never written are not encoded: an empty buffer of 10^6 costs nothing.
+        # Items of zeros are not encoded, so that an empty buffer of 10^6 slots costs nothing.
         if all(table.is_zero(leaf) for leaf in _bytes(jax.tree.leaves(items))):
             return [np.zeros((len(rows), column.width), np.uint8) for column in self.columns]
         leaves = _bytes(_checked(self.encode(items), self.structure, len(rows), "encode"))
         return _differences(leaves, self.blank)
 
     def fingerprints(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Returns the bytes of the items `[B]`, which the function is not called for."""
+        """Returns the bytes of the items `[B]` as they are, without calling the function."""
         return _bytes(jax.tree.leaves(self.items.take(rows)))
 
     def witnesses(self, store: Store, rows: np.ndarray) -> np.ndarray:
-        """Returns the newest rows and some others, of which another function changes most."""
+        """Returns the newest rows and some others, in which a changed function would show."""
         # A function that has changed, under the same name, shows in recent items first.
         newest = rows[np.argsort(store.numbers(rows), kind="stable")[-256:]]
         return np.union1d(newest, rows[:: max(1, len(rows) // 256)])
@@ -218,11 +218,11 @@ class EncodedRows(StateRows):
 
 
 def encoded(saved: Snapshot, encode: Hook) -> EncodedRows:
-    """Returns the items of a state as a function gives them."""
+    """Returns the rows that a function makes of the items of a state."""
     if not callable(encode):
         raise TypeError(f"encode: expected a function, got {encode!r}.")
     items, capacity = Items(saved), saved.plain.capacity
-    # What it makes of an item of zeros tells shapes and dtypes of all that it gives.
+    # Its result for an item of zeros shows the shapes and dtypes of all its results.
     one = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), items.spec)
     output = jax.tree.map(np.asarray, encode(one))
     if not jax.tree.leaves(output):
@@ -260,7 +260,7 @@ def _columns(structure: Any, count: int) -> tuple[Column, ...]:
 
 
 def _checked(output: Any, specs: Any, count: int, who: str) -> list[np.ndarray]:
-    """Returns the leaves of what a function gave, if they are rows like these for `count` items."""
+    """Returns the leaves of a function's result; raises unless they are `count` rows of `specs`."""
     mend = "It has to give a row for each item, in the same structure each time."
     pytree.check_structure(specs, output, who, mend)
     arrays = list(map(np.asarray, jax.tree.leaves(output)))
@@ -278,7 +278,7 @@ def _bytes(leaves: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def viewed(rows: list[np.ndarray], specs: list[Any]) -> list[np.ndarray]:
-    """Returns the leaves `[B, ...]` that have these bytes."""
+    """Returns the leaves `[B, ...]` of these specs that have the bytes `rows`."""
     return [
         np.ascontiguousarray(row).view(spec.dtype).reshape(len(row), *spec.shape)
         for row, spec in zip(rows, specs, strict=True)
@@ -286,7 +286,7 @@ def viewed(rows: list[np.ndarray], specs: list[Any]) -> list[np.ndarray]:
 
 
 def _differences(leaves: list[np.ndarray], blank: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns rows as they are written, from rows as they are, and back."""
+    """Returns the exclusive or of rows and a blank row: to the written form of rows, and back."""
     pairs = zip(leaves, blank, strict=True)
     return [leaf if table.is_zero(zero) else leaf ^ zero for leaf, zero in pairs]
 
@@ -299,7 +299,7 @@ def decoded(
     spec: Item,
     decode: Hook,
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    """Yields numbers of rows, and their items as leaves on the host; none for items of zeros."""
+    """Yields indices of rows and the leaves of their decoded items; may skip items of zeros."""
     with descriptions.read_from(path):
         structure = descriptions.decode_structure(form["structure"])
         columns, specs = _columns(structure, store.slots), jax.tree.leaves(structure)
@@ -315,7 +315,7 @@ def decoded(
         rows = jax.tree.unflatten(jax.tree.structure(structure), viewed(leaves, specs))
         return _checked(decode(rows), item_spec, count, "decode")
 
-    # Slots that were never written are blank on the disk, and hold what `decode` makes of that.
+    # Slots that were never written are blank on the disk: their items are the decoded blank row.
     zero = back(blank, 1)
     is_zero = all(map(table.is_zero, _bytes(zero)))
     width = max(pytree.nbytes(item_spec), pytree.nbytes(structure))
@@ -333,7 +333,7 @@ def decoded(
 def restored(
     buffer: Buffer, want: Any, state: Any, spec: Item, pieces: Pieces, device: Device
 ) -> Any:
-    """Returns the state with its items; rows that are in no piece are zeros.
+    """Returns the state with the items of all pieces; rows that are in no piece are zeros.
 
     `want` has the specs of the whole state, and is not used for items on the host.
     """
@@ -359,7 +359,7 @@ def restored(
         for number in np.unique(buffers):
             which = buffers == number
             count = np.count_nonzero(which)
-            size = 1 << int(count - 1).bit_length()  # for each of which the write is compiled
+            size = 1 << int(count - 1).bit_length()  # the write is compiled for each size
             padded = np.full(size, _NOWHERE, np.int32)
             padded[:count] = slots[which]
             values = {}
@@ -374,7 +374,7 @@ def restored(
 
 
 def attach(buffer: Buffer, state: BufferState, view: Any) -> Any:
-    """Returns the state with rows on the host that are there already."""
+    """Returns the state with its items in rows on the host that are already written."""
     held = functools.partial(buffer.writer.held, buffer.ring, state.writer)
     return state.replace(storage=buffer.storage.attach(buffer.ring, view, held))
 
@@ -397,11 +397,11 @@ def _put(
     context, put = steps.context_of(buffer, writer), buffer.storage.edit
     twins: dict[str, str] = {}
     if isinstance(buffer.storage, DeviceStorage) and buffer.storage.share_next_observations:
-        # A shared next observation has no row of its own to be put into.
+        # A shared next observation has no row of its own that could be written.
         twins = shared_leaves(buffer.storage.spec(storage), buffer.keys)
     own = {name: leaf for name, leaf in values.items() if name not in twins}
     if twins:
-        # Most next observations are the next row's. The others have rows of their own behind N.
+        # Most next observations are those of the next row. The others have rows after the first N.
         source = next_observation_rows(context, storage, jnp.minimum(slots, buffer.capacity - 1))
         has_row = (slots < buffer.capacity) & (source >= buffer.capacity)
         rows = jnp.where(has_row, source, _NOWHERE)
@@ -420,13 +420,13 @@ def in_order(buffer: Buffer, writer: PartState) -> np.ndarray:
 
 
 def kept_form(saved: Snapshot) -> dict[str, Any]:
-    """Returns what a generation says of items that it lacks: how many, and checksums of some."""
+    """Returns the metadata of items that are left out: how many, and checksums of some."""
     if saved.batch:
         raise TypeError(
             "items: expected a single state with items=False, got states under vmap. Save them one "
             "by one, or with their items."
         )
-    # The order in which `jrb.items` gives them, which the user will hand back.
+    # In the order of `jrb.items`, whose result the user will pass to `load`.
     slots = in_order(saved.plain, saved.state.writer)
     form: dict[str, Any] = {"kind": KEPT, "count": len(slots)}
     if not saved.plain.storage.of_objects:
@@ -435,7 +435,7 @@ def kept_form(saved: Snapshot) -> dict[str, Any]:
 
 
 def _witnesses(count: int) -> np.ndarray:
-    """Returns which of K items are compared, to tell them from others."""
+    """Returns the indices of those of K items that are compared, at most 64."""
     return np.unique(np.linspace(0, max(count - 1, 0), min(count, 64)).astype(np.int64))
 
 
@@ -446,7 +446,7 @@ def _sums(leaves: list[np.ndarray]) -> list[int]:
 def kept_pieces(
     path: str, form: dict[str, Any], slots: np.ndarray, spec: Item, items: Item
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    """Returns slots, and the items of a user for them, some megabytes at a time."""
+    """Checks the items of a user; returns pieces of some megabytes: slots, and their items."""
     names = pytree.leaf_names(spec)
     if len(form["sums"]) != len(names):
         raise DamagedError(f"{path}: expected checksums of the leaves {names}, got {form['sums']}.")

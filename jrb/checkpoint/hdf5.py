@@ -7,11 +7,11 @@ state/writer/cursor ...             all arrays of the state but the items
 jrb                                 the description in JSON; attributes: format, version
 ```
 
-Items are in order of time, those of each environment apart. A dtype that HDF5 lacks (bfloat16,
+Items are in the order of time, separately for each environment. A dtype that HDF5 lacks (bfloat16,
 float8, int4) is stored as unsigned integers of its size, keys as their words; the attribute `dtype`
-has its name. Behind the last byte of HDF5 follows a seal, a checksum of the file. It is checked
-before HDF5 opens the file, because HDF5 may read a damaged file forever. The file is written beside
-the old one, synced, read back, and renamed.
+has its name. After the last byte of HDF5 comes a seal, a checksum of the file. It is checked before
+HDF5 opens the file, because HDF5 may read a damaged file forever. The file is written under another
+name in the same folder, synced, read back, and renamed.
 """
 
 import contextlib
@@ -52,17 +52,17 @@ _SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
 _PIECE = 4 << 20  # bytes that are checked at a time
 _MOST_JSON = 64 << 20  # bytes
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_SEAL = struct.Struct("<8sIQ")  # a mark, the CRC-32 of all before it, and how many bytes that is
+_SEAL = struct.Struct("<8sIQ")  # a mark; the CRC-32 and the number of all bytes before the seal
 _MARK = b"jrb-crc1"
 _ERRORS = OSError, KeyError, RuntimeError, IndexError, ValueError
-"""What h5py raises of a file that is not as it should be."""
+"""The errors that h5py raises for damaged files."""
 
 
 # Saving.
 
 
 def save(path: str, saved: AnySnapshot, compression: str | None) -> None:
-    """Saves; see `jrb.checkpoint.save`."""
+    """Saves one buffer as a file of HDF5; see `jrb.checkpoint.save`."""
     if not isinstance(saved, Snapshot) or saved.buffer.storage.of_objects or saved.batch:
         raise ValueError(
             "layout: expected a single buffer of arrays with layout='h5', got several, objects, or "
@@ -99,9 +99,9 @@ def save(path: str, saved: AnySnapshot, compression: str | None) -> None:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[tuple[Folder, str]]:
-    """Holds the right to write or remove a file; yields its folder, and a new file to write.
+    """Holds the lock to write or remove a file; yields its folder and the name of a new file.
 
-    The new file has a name that no file of a user has. Unless it is renamed, it is removed.
+    No file of a user has that name. The new file is removed at the end, unless it was renamed.
     """
     folder, temporary = Folder(os.path.dirname(path)), f".{os.path.basename(path)}.jrb-new"
     # The new file is the lock too: a killed save leaves one file, which the next takes over.
@@ -114,7 +114,7 @@ def locked(path: str) -> Iterator[tuple[Folder, str]]:
 
 
 def is_own(path: str) -> bool:
-    """Returns whether a file is a checkpoint in HDF5, even a damaged one."""
+    """Returns True if a file is a checkpoint in HDF5, even a damaged one."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
@@ -159,7 +159,7 @@ def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
 
 
 def _parts(state: BufferState) -> dict[str, Any]:
-    """Returns the parts of a state that are written as they are."""
+    """Returns the parts of a state that are saved unchanged, which excludes the items."""
     parts = {"writer": state.writer, "sampler": state.sampler, "unit": state.unit}
     return parts | {"transforms": state.transforms}
 
@@ -176,7 +176,7 @@ def _names(spec: Item) -> list[str]:
 
 
 def _put(group: h5py.Group, name: str, leaf: Any, dtype: Any, options: dict[str, Any]) -> None:
-    """Writes a dataset, as integers where HDF5 has no such dtype."""
+    """Writes a dataset, as integers if HDF5 lacks its dtype."""
     array = np.ascontiguousarray(leaf).reshape(leaf.shape)
     # 2: registered by a library, such as bfloat16, which h5py would store as opaque bytes.
     if array.dtype.kind not in "biufc" or array.dtype.isbuiltin == 2:
@@ -192,7 +192,7 @@ def _put(group: h5py.Group, name: str, leaf: Any, dtype: Any, options: dict[str,
 def load(
     path: str, buffer: Description | None, example: Item, device: Device, cast: bool = False
 ) -> tuple[Any, Any]:
-    """Loads; see `jrb.checkpoint.load`."""
+    """Loads one buffer from a file of HDF5; see `jrb.checkpoint.load`."""
     if buffer is not None:
         descriptions.check(buffer, "load")
     _check_seal(path)
@@ -255,10 +255,10 @@ def _about(file: h5py.File) -> dict[str, Any]:
 
 
 def _array(group: h5py.Group, name: str, spec: Any, leads: list[tuple[int, ...]] | None) -> Any:
-    """Returns a dataset, with one of some shapes in front of that of the spec; None for text.
+    """Reads a dataset like a spec, after leading axes that are one of `leads`; None for text.
 
-    Its shape is checked before it is read, as it may declare more than any memory holds. Links to
-    other places are not followed.
+    The shape is checked before the data are read, as it may declare more than any memory holds.
+    Links to other places are not followed.
     """
     path, raw, inner = group.file.filename, casting.raw_spec(spec), cast(Any, group)
     for part in name.split("/"):
@@ -285,7 +285,7 @@ def _array(group: h5py.Group, name: str, spec: Any, leads: list[tuple[int, ...]]
 def _replayed(
     file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any], writer: Any
 ) -> BufferState:
-    """Returns a state into whose storage all items were written, at their slots."""
+    """Returns a state with all items of the file, each written to its old slot."""
     target, rows = replay_target(buffer), about["rows"]
     arrays, specs = _items(file, buffer, spec, about), jax.tree.leaves(spec)
     state = eager.init(target, spec, None)
@@ -312,7 +312,7 @@ def _items(
     """Returns the items in order of time, `[T, E, ...]`, leaf by leaf; keys as their words."""
     environments, lengths = np.asarray(about["trajectories"], np.int64).reshape(-1, 2).T
     envs = buffer.ring.envs if buffer.writer.is_chronological else 1
-    # Whoever forges the metadata cannot make rows of environments overlap.
+    # Checked, so that forged metadata cannot make rows of environments overlap.
     counts = np.bincount(environments, lengths, envs)
     if len(counts) != envs or (counts != about["rows"]).any() or counts.sum() > buffer.capacity:
         raise DamagedError(
@@ -321,7 +321,7 @@ def _items(
         )
     if not len(lengths):
         return []
-    # Trajectories become the flat layout, of which observations are shared.
+    # Trajectories become the flat layout, in which rows share observations.
     ends = np.zeros(lengths.sum(), bool)
     ends[np.cumsum(lengths) - 1] = True
     raws = map(casting.raw_spec, jax.tree.leaves(spec))
@@ -343,7 +343,7 @@ def _items(
 
 
 def verify(path: str, progress: Progress = no_progress) -> list[str]:
-    """Returns all that is wrong with a file, a line each; see `jrb.checkpoint.verify`."""
+    """Returns a line about each damage of a file; see `jrb.checkpoint.verify`."""
     try:
         _check_seal(path, progress)
         with h5py.File(path, "r", locking=False) as file:
@@ -358,18 +358,18 @@ def verify(path: str, progress: Progress = no_progress) -> list[str]:
     return []
 
 
-# The seal. HDF5 ignores bytes behind the end of its file, and cuts them off when it writes to the
-# file: one that another program has changed has no seal.
+# The seal. HDF5 ignores bytes after the end of its own data, and cuts them off when it writes to
+# the file: so a file that another program has changed has no seal.
 
 
 def _check_seal(path: str, progress: Progress = no_progress) -> None:
-    """Raises unless a file is what was sealed."""
+    """Raises `ValueError` unless the seal of a file is valid."""
     with open(path, "rb") as sealed:
         whole = os.fstat(sealed.fileno()).st_size
         sealed.seek(max(0, whole - _SEAL.size))
         tail = sealed.read(_SEAL.size)
         sealed.seek(0)
-        # Without a seal it may be ours all the same, cut short, or a file of another program.
+        # A file without a seal may be a checkpoint that was cut short, or not be one at all.
         if _MARK not in tail:
             is_hdf5 = _SIGNATURE.startswith(sealed.read(len(_SIGNATURE)))
             try:

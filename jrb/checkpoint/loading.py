@@ -1,4 +1,4 @@
-"""Reads states from stores: names and kinds of leaves are checked first, then rows and arrays."""
+"""Loads states from stores: checks names and kinds of leaves first, then rows and arrays."""
 
 import dataclasses
 import functools
@@ -34,13 +34,13 @@ from jrb.types import Item
 
 @dataclasses.dataclass(frozen=True)
 class OpenedCheckpoint:
-    """A generation of a checkpoint that is loaded.
+    """A generation of a checkpoint that is being loaded.
 
     Attributes:
-        path: of its folder, as it was named.
-        generation: which one.
-        promised: of a part, says which of its generations the whole names now; None if there is no
-            whole.
+        path: the path of its folder, as the user gave it.
+        generation: the open generation.
+        promised: for a part, a function that returns the number of the part's generation to which
+            the newest common generation refers; None if it is not a part.
     """
 
     path: str
@@ -49,7 +49,7 @@ class OpenedCheckpoint:
 
     @functools.cached_property
     def store(self) -> Store:
-        """Its rows, none of which was looked at."""
+        """The store of its rows, of which none has been read."""
         store = opening.store_of(self.generation)
         store.promised = self.promised
         return store
@@ -60,11 +60,11 @@ class OpenedCheckpoint:
         return manifest.meta_of(self.generation)
 
     def part(self, name: str) -> "OpenedCheckpoint":
-        """Returns that of one of several buffers."""
+        """Returns the opened checkpoint of a part, which is one of several buffers."""
         one = manifest.part(self.path, self.generation, name)
 
         def promised() -> int | None:
-            # Asked each time, as the whole may have a newer generation by then.
+            # Looked up at each call, as there may be a newer common generation by then.
             folder = opening.folder_at(self.path)
             newest = generation.last(folder) if self.promised is None else self.promised()
             named = {} if newest is None else manifest.readable_generations(folder, newest)
@@ -86,7 +86,7 @@ def load(
     if kind not in (manifest.MIX, manifest.SHARDED, manifest.SEVERAL):
         load_to = lambda device: _load(checkpoint, given, example, device, back)
         return narrowed(load_to, path, given is not None, device, back.cast)
-    # Each part is loaded from the generation that the whole names, and not from its newest.
+    # Each part is loaded from the generation that the common one refers to, not from its newest.
     names = list(manifest.generations(checkpoint.generation))
     buffers = examples = dict.fromkeys(names)
     if kind == manifest.SEVERAL:
@@ -138,8 +138,8 @@ def _load_shards(path: str, whole: Sharded, names: list[str], load_part: Any) ->
 
 
 def _shaped(path: str, form: Any, parts: dict[str, Any]) -> Any:
-    """Returns the dict or tuple that a generation says, of these entries."""
-    # Bounded: a forged file may say a tuple of 10^18 entries.
+    """Returns the parts in a dict or a tuple, as the metadata `form` says."""
+    # Bounded, as a forged file may declare a tuple of 10^18 entries.
     numbered = map(str, range(min(form.get("tuple", 0), len(parts) + 1)))
     names = form.get("dict") or form.get("fields") or list(numbered)
     if set(names) != parts.keys():
@@ -159,7 +159,7 @@ def narrowed(
     except schema.WideError:
         if not cast:
             raise
-    # No other part of a state depends on the dtypes of items: those are loaded wide, and replaced.
+    # No other part of a state depends on the items' dtypes: load with x64, and replace only items.
     with compat.enable_x64():
         buffer, wide = load(None)
         if not isinstance(wide, BufferState) or wide.edits.ndim:
@@ -224,7 +224,7 @@ def _load(
         state = _restored(checkpoint, want, device, with_rows=not on_host)
         if not on_host:
             return buffer, state
-        pieces = _all_rows(store, spec)  # copied as they are, but for zeros never written
+        pieces = _all_rows(store, spec)  # copied unchanged, except zeros that were never written
     return buffer, external_items.restored(buffer, want, state, spec, pieces, device)
 
 
@@ -247,12 +247,12 @@ def _restored(
     in_rows: bool = True,
     with_rows: bool = True,
 ) -> BufferState:
-    """Returns the state of the specs `want`, as it was saved; its arrays on a device.
+    """Returns the saved state of the specs `want`, with its arrays on a device.
 
-    Without `in_rows`, none of its leaves is in rows; without `with_rows`, those that are in rows
-    are left empty.
+    With `in_rows=False`, none of its leaves is saved in rows; with `with_rows=False`, leaves that
+    are in rows are left empty.
     """
-    # Files have leaves, not nodes of trees and packed arrays, which depend on backend and version.
+    # Files have no nodes of trees and no packed arrays, which depend on backend and version.
     specs = schema.with_tree_leaves(want)
     leaves = schema.by_name(schema.named(specs))
     places = _places(checkpoint, leaves, in_rows)
@@ -278,12 +278,12 @@ def _restored(
 def _places(
     checkpoint: OpenedCheckpoint, leaves: dict[str, Any], in_rows: bool
 ) -> dict[str, Location | None]:
-    """Returns in which column each leaf of a state lies; None for those that are arrays."""
+    """Returns the location of each leaf in the rows; None for leaves that are saved as arrays."""
     path, arrays = checkpoint.path, checkpoint.generation.arrays
     locations = checkpoint.generation.leaves if in_rows else {}
     names = {name for name in (*locations, *arrays) if not name.startswith(".")}
     names = {name for name in names if not name.endswith(BEYOND)}
-    # Both ways: a leaf that is missing, and one that the state does not have.
+    # Both a leaf that is missing, and a leaf that the state does not have, are errors.
     odd = sorted(leaves.keys() ^ names)
     if odd:
         raise DamagedError(
@@ -313,7 +313,7 @@ def _fill(
     order: RowOrder,
     buffers: int,
 ) -> None:
-    """Fills an array with the leaves that are in it: one, or packed ones."""
+    """Fills an array with the saved bytes of its leaf, or of the leaves that are packed in it."""
     store, saved = checkpoint.store, checkpoint.generation
     first, location = next((name, places[name]) for name in leaves)
     if location is None:
@@ -327,12 +327,12 @@ def _fill(
     if first + BEYOND in saved.arrays:  # more rows than there are slots
         target[:, capacity:] = saved.array(first + BEYOND, np.uint8).reshape(buffers, -1, width)
     column = store.table.columns[location.column].leaves
-    # The bytes of the file are those of the array: they are read into it without a copy.
+    # If file and array have the same leaves in each row, the file is read directly into the array.
     is_alike = [(leaf.name, leaf.width) for leaf in column] == [(it.name, it.width) for it in own]
     if is_alike and order.envs is None and capacity == target.shape[1]:
         store.read_columns({location.column: target.reshape(store.slots, width)})
         return
-    # Leaves that were packed otherwise when they were saved are put in one by one.
+    # Otherwise the leaves were packed differently when they were saved: copy them one by one.
     for name, leaf in leaves.items():
         part, location = leaf.part if is_packed else slice(0, width), places[name]
         if location is None:
@@ -375,7 +375,7 @@ def _reopened(
 def _without_lost(
     checkpoint: OpenedCheckpoint, buffer: Buffer, spec: Item, state: BufferState
 ) -> BufferState:
-    """Returns the state without the oldest rows, of which some are gone."""
+    """Returns the state without its oldest rows, up to the newest one that is lost."""
     store, ring = checkpoint.store, buffer.ring
     held = buffer.writer.held(ring, state.writer)
     is_held = np.asarray(held.holds(ring, jnp.asarray(store.lost, jnp.int32)))
@@ -383,7 +383,7 @@ def _without_lost(
     if not lost.size:
         return state
     counts = np.zeros(ring.envs, np.int32)
-    # Of each environment all rows up to the newest one that is lost go, as rings have no gaps.
+    # In each environment, all rows up to the newest lost one are removed, as rings have no gaps.
     np.maximum.at(counts, np.asarray(lost % ring.envs), np.asarray(held.before(ring, lost)) + 1)
     if not buffer.writer.per_env:
         # One clock for all: rows leave for all environments together.
@@ -404,7 +404,7 @@ def _without_lost(
 
 
 def extra(checkpoint: OpenedCheckpoint, example: Item) -> Any:
-    """Returns it in the structure of an example, whose leaves say what becomes of each."""
+    """Returns the saved `extra`, each leaf as a number or an array like that of the example."""
     opening.check_saved(checkpoint.generation)
     path, names = checkpoint.path, checkpoint.meta.get("extra")
     if names is None:
@@ -429,13 +429,13 @@ _SORTS = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating, complex: jnp.c
 
 
 def _extra_leaf(saved: Generation, name: str, example: Any) -> Any:
-    """Returns a Python number, an array of NumPy, or one of JAX where the example lies."""
+    """Returns a Python number, a NumPy array, or a JAX array on the device of the example."""
     kind = saved.arrays[EXTRA + name]["kind"]
     is_spec = isinstance(example, jax.ShapeDtypeStruct)
     spec: Any = example if is_spec else saving.extra_array(name, example)
     sort = next((sort for type_, sort in _SORTS.items() if isinstance(example, type_)), None)
     if sort is not None and kind[1:] == ["[]"]:
-        # A number of another width is taken: a count of steps that went through `jit` has 32 bits.
+        # Another width is accepted: a count of steps that went through `jit` has 32 bits.
         with descriptions.read_from(saved.path):
             of_saved = descriptions.dtype_of(kind[0])
         spec = np.zeros((), of_saved) if jnp.issubdtype(of_saved, sort) else spec

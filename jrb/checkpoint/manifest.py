@@ -1,6 +1,6 @@
-"""The metadata of checkpoints and stores, and the damage that they have; without JAX.
+"""Reads the metadata of checkpoints and stores, and finds their damage, without JAX.
 
-Several buffers in one folder are parts: a checkpoint each, in a folder of its own name.
+Several buffers in one folder are parts: each is a checkpoint in a subfolder with its name.
 """
 
 import os
@@ -20,31 +20,31 @@ HDF5 = "jrb-h5"
 """The format of checkpoints in one file of HDF5."""
 
 EXTRA = ".extra/"
-"""How the names of arrays begin that were saved besides."""
+"""The prefix of the names of arrays that are further data of the user, `save(extra=...)`."""
 
 
 def folder_name(name: str) -> str:
-    """Returns a name that no file of a store has, and that means nothing to a file system."""
-    # Names are folders, so they must not meet files of the store, of any version.
+    """Returns the name of a part's folder, which is safe for any file system."""
+    # It must differ from all files that a store has in the same folder, in any version.
     safe = quote(name, safe=" !#$&'()+,;=@[]^`{}~", errors="surrogatepass")
     is_taken = safe.startswith((".", "rows", "generation", "lock"))
     return f"%{ord(safe[0]):02X}{safe[1:]}" if is_taken else safe or "%"
 
 
 def path_of(path: str, name: str) -> str:
-    """Returns the path of one of several buffers."""
+    """Returns the path of a part, which is one of several buffers in a checkpoint."""
     return os.path.join(path, folder_name(name))
 
 
 def meta_of(saved: Generation) -> dict[str, Any]:
-    """Returns what a generation says of its buffers."""
+    """Returns the metadata of a generation's buffers, checked."""
     meta = saved.body["meta"] or {}
     check(saved.path, meta, _META | _OF_KIND.get(str(meta.get("kind")), {}))
     return meta
 
 
 def check(path: str, meta: Any, schema: Schema) -> None:
-    """Raises `DamagedError` unless what a file says of its buffers is as a schema says."""
+    """Raises `DamagedError` unless the metadata in a file fit a schema."""
     try:
         check_json(meta, schema, "meta")
     except ValueError as error:
@@ -110,7 +110,7 @@ _META = {"kind?": str, "extra?": [str], "form?": _form, "facts?": _FACTS}
 _PARTS = {"parts": {...: lambda value: [NATURAL, str] if isinstance(value, list) else NATURAL}}
 
 ABOUT: dict[str, Any] = _META | {"buffer": _description, "items": _structure, "batch": [_LENGTH]}
-"""The schema of what a file says of one buffer; see `jrb.checkpoint.schema.about`."""
+"""The schema of the metadata of one buffer; see `jrb.checkpoint.schema.about`."""
 
 ABOUT_HDF5: dict[str, Any] = ABOUT | {
     "rows": _LENGTH,
@@ -127,12 +127,12 @@ _OF_KIND: dict[str, dict[str, Any]] = {
 
 
 def generations(saved: Generation) -> dict[str, int]:
-    """Returns which generation of each buffer belongs to one of all; nothing of another kind."""
+    """Returns the generation of each part in a common one, by name; {} for a single buffer."""
     return {name: number for name, (number, _) in _parts(saved).items()}
 
 
 def _parts(saved: Generation) -> dict[str, Any]:
-    """Returns number and identity of the generation of each part."""
+    """Returns the number and the identity of each part's generation, by the part's name."""
     meta = meta_of(saved)
     entries = meta["parts"] if meta.get("kind") in (MIX, SEVERAL, SHARDED) else {}
     # Before parts had identities, an entry was the number alone.
@@ -140,7 +140,7 @@ def _parts(saved: Generation) -> dict[str, Any]:
 
 
 def part(path: str, whole: Generation, name: str) -> Generation:
-    """Returns the generation of a part that belongs to one of the whole, which is at `path`."""
+    """Returns the generation of a part to which the common one at `path`, `whole`, refers."""
     number, identity = _parts(whole)[name]
     one = open_generation(path_of(path, name), number)
     if identity not in (None, one.identity):
@@ -152,7 +152,7 @@ def part(path: str, whole: Generation, name: str) -> Generation:
 
 
 def readable_generations(folder: Folder, number: int) -> dict[str, int]:
-    """Returns `generations` of one that may be damaged, or gone: then nothing."""
+    """Returns `generations` of generation `number`; {} if it is damaged or was removed."""
     try:
         return generations(Generation(folder, number))
     except (DamagedError, FileNotFoundError):
@@ -160,7 +160,7 @@ def readable_generations(folder: Folder, number: int) -> dict[str, int]:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Returns whether a folder has a generation of a checkpoint or a store, even a damaged one."""
+    """Returns True if a folder has a generation of a checkpoint or a store, even a damaged one."""
     try:
         folder = opening.folder_at(path)
         last = generation.last(folder)
@@ -170,11 +170,11 @@ def is_checkpoint(path: str) -> bool:
 
 
 def is_own(path: str, name: str) -> bool:
-    """Returns whether a file in the folder of a checkpoint, such as `a/lock`, was written by jrb.
+    """Returns True if a file in a checkpoint's folder, such as `a/lock`, belongs to the checkpoint.
 
-    Other checkpoints in the folder are not its own.
+    Files of other checkpoints in the folder do not.
     """
-    # The folder of a part is ours only if a generation of the whole names it.
+    # The folder of a part belongs to it only if a common generation refers to the part.
     part, _, inner = name.partition("/")
     if not inner or removal.is_of_store(path, name):
         return removal.is_of_store(path, name)
@@ -185,7 +185,7 @@ def is_own(path: str, name: str) -> bool:
 
 
 def numbers(path: str) -> list[int]:
-    """Returns the generations that were saved, oldest first, also damaged ones."""
+    """Returns the numbers of all saved generations, oldest first, also of damaged ones."""
     return [number for number in generation.numbers(opening.folder_at(path)) if number]
 
 
@@ -220,7 +220,7 @@ def _metadata(path: str, saved: Generation) -> dict[str, Any]:
 
 
 def damages(path: str, progress: Progress = no_progress) -> list[str]:
-    """Returns all that is wrong, also with the parts and theirs, a line each."""
+    """Returns a line about each damage of a checkpoint, of its parts, and of their parts."""
     folder = opening.folder_at(path)
     lines: list[str] = []
     folders: dict[str, None] = {}  # of the parts that are there
@@ -241,7 +241,7 @@ def damages(path: str, progress: Progress = no_progress) -> list[str]:
                 if isinstance(error, FileNotFoundError):
                     continue
             folders[path_of(path, name)] = None
-    # Parts are checked once each, however many generations of the whole name them.
+    # Each part is checked once, however many common generations refer to it.
     first, *others = opening.steps(progress, 1 + len(folders))
     lines = opening.damages(path, first) + lines
     for inner, step in zip(folders, others, strict=True):

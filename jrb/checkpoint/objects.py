@@ -1,4 +1,4 @@
-"""Python objects in checkpoints, by msgpack: JSON's types, bytes, tuples and arrays; no code.
+"""Saves Python objects by msgpack: JSON's types, bytes, tuples and arrays, but no code.
 
 The objects of a `ListStorage` are one array of a generation, which each save writes as a whole: a
 msgpack list with a msgpack blob for each slot, empty for a slot without an object.
@@ -20,14 +20,14 @@ from jrb.checkpoint.schema import Snapshot
 from jrb.state import Buffer, Device
 
 KIND, FORM = "objects", {"kind": "objects", "format": "msgpack"}
-"""What a generation says of objects."""
+"""The kind and the metadata of items that are objects."""
 
 _ARRAY = ".objects"
 _TUPLE, _NUMPY, _SCALAR, _JAX = range(4)  # msgpack's extension types
 
 
 def arrays_of(saved: Snapshot) -> dict[str, bytes]:
-    """Returns the array in which the objects of a state are written."""
+    """Returns the array, by its name, in which the objects of a state are saved."""
     buffer, slots = saved.buffer, external_items.in_order(saved.buffer, saved.state.writer)
     blobs = [b""] * buffer.capacity
     values = buffer.storage.take(saved.stored, slots)
@@ -70,7 +70,7 @@ def _packable(value: Any, where: str) -> Any:
 def _packed_array(value: Any, where: str) -> Any:
     dtype = value.dtype
     is_key = casting.is_keys(dtype)
-    is_own = is_key or dtype.kind in "biufcSUMm"  # by its name or its code
+    is_own = is_key or dtype.kind in "biufcSUMm"  # saved as the dtype's name or code
     if not is_own:
         with contextlib.suppress(descriptions.UnknownError):
             is_own = descriptions.dtype_of(descriptions.dtype_name(dtype)) == dtype
@@ -106,7 +106,7 @@ def restored(
     items: Any,
     device: Device,
 ) -> Any:
-    """Returns the storage's state: with the saved objects, or at `slots` with those of a user."""
+    """Returns the storage's state with the saved objects; if `slots` are given, with `items`."""
     if slots is None:
         slots, objects = _saved_objects(path, form, saved, buffer, device)
     else:
@@ -124,7 +124,7 @@ def restored(
 def _saved_objects(
     path: str, form: dict[str, Any], saved: Generation, buffer: Buffer, device: Device
 ) -> tuple[np.ndarray, list[Any]]:
-    """Returns the slots that have objects, and these."""
+    """Returns the slots that have objects, and the objects."""
     if form.get("format") != FORM["format"]:
         raise ValueError(
             f"{path}: expected objects that were written by msgpack, got those of jrb 0.1.0 in its "
@@ -147,7 +147,7 @@ def _unpack(data: Any, device: Device) -> Any:
         if kind == _TUPLE:
             check_json(value, list, "a tuple")
             return tuple(value)
-        # Whoever forges a file chooses all of this.
+        # In a forged file, all of this may be anything.
         check_json(value, [str, [NATURAL], bytes], "an array")
         name, shape, data = value
         return _restored_array(kind, name, shape, data, device)

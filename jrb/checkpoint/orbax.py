@@ -1,8 +1,8 @@
 """A replay buffer as an item of an Orbax checkpoint, with checksums of its own.
 
-Importing this module makes the two arguments known to Orbax. In a folder of its own, beside the
-other items, lies a checkpoint as `jrb.checkpoint.save` writes it, so that `jrb.checkpoint.verify`
-and `load`, also with another capacity, take `<step>/<item>/jrb`.
+Importing this module registers `BufferSave` and `BufferRestore` with Orbax. The buffer is saved in
+the folder `<step>/<item>/jrb`, as `jrb.checkpoint.save` does, so that `jrb.checkpoint.verify` and
+`load` accept this path, `load` also with another capacity.
 
 Example:
     ```
@@ -64,10 +64,10 @@ class BufferHandler(_Handler):
         """Copies the state to host memory; then it may be donated.
 
         Returns:
-            What waits until the folder is there, and then writes the copy.
+            A future of Orbax in a list, which waits until the folder exists and writes the copy.
         """
 
-        def copied(leaf: Leaf) -> Any:  # where no donation reaches, on the host but for keys
+        def copied(leaf: Leaf) -> Any:  # safe from donation; on the host, except for keys
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 return jnp.array(leaf, copy=True)
             return np.array(leaf) if memory.on_host(leaf) else np.asarray(leaf)
@@ -81,12 +81,12 @@ class BufferHandler(_Handler):
         return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="jrb-save")]
 
     def restore(self, directory: Any, args: "BufferRestore | None" = None) -> tuple[Any, Any]:
-        """The description and the state.
+        """Returns the description and the state.
 
         Raises:
             FileNotFoundError: there is no such item.
             DamagedError: a file is not what was written; the message names leaf, block and file.
-            ValueError: another version, dtype, shape, structure or description.
+            ValueError: the checkpoint has another version, dtype, shape, structure or description.
         """
         how: Any = BufferRestore() if args is None else args
         path = os.path.join(os.fspath(directory), FOLDER)
@@ -98,17 +98,17 @@ class BufferHandler(_Handler):
 class BufferSave(_Args):
     """The arguments of a save. A state that cannot be saved is refused here.
 
-    If a handler refused it, the threads in which Orbax writes the other items would go on waiting
+    If the handler refused it later, the threads in which Orbax writes the other items would wait
     for minutes.
 
     Attributes:
         buffer: the description, a `ReplayBuffer` or a `Mix`, or several, as for `jrb.save`.
-        state: its state, also one that `vmap` has put axes before. It is only read, and may be
-            donated as soon as `save` of the manager has returned.
+        state: its state, or a stack of states made by `vmap`. It is only read, and may be donated
+            as soon as `save` of the manager has returned.
 
     Raises:
-        TypeError: the buffer is no description, or the state is not one of it.
-        ValueError: the state is one of another description.
+        TypeError: the buffer is no description, or the state does not belong to it.
+        ValueError: the state belongs to another description.
         NotImplementedError: the program has several processes.
     """
 
@@ -130,7 +130,7 @@ class BufferSave(_Args):
 @ocp.args.register_with_handler(BufferHandler, for_restore=True)
 @dataclasses.dataclass
 class BufferRestore(_Args):
-    """The arguments of a restore, which gives `(buffer, state)`; see `jrb.checkpoint.load`.
+    """The arguments of a restore, which returns `(buffer, state)`; see `jrb.checkpoint.load`.
 
     Attributes:
         buffer: the description as it was saved; needed if that holds functions.

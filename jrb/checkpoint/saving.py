@@ -1,17 +1,17 @@
 """Writes states into stores: the rows that are new or changed, and all other arrays.
 
-Of several buffers, each is written as a checkpoint of its own, below a generation of the whole:
+Several buffers are parts, each a checkpoint of its own, to which a common generation refers:
 
 ```
-generation-000000000003       which generation of each part belongs to it, and a digest of that
-train/generation-000000000005 a buffer of that name, a checkpoint like any other; of a mix, and of
-                              a sharded buffer, 0, 1, ...
+generation-000000000003       the number and a digest of the generation of each part
+train/generation-000000000005 the part `train`, a checkpoint like any other; parts of a mix, and
+                              of a sharded buffer, are named 0, 1, ...
 demo/...
 ```
 
-The parts are written first, and keep what the older generations of the whole name: whatever
-happens, the newest generation of the whole is whole. Of several processes each writes the shards
-that it has; the first one writes the generation of the whole, when all have.
+The parts are written first, and keep the generations that older common ones refer to: so the newest
+common generation is complete, whatever happens. Of several processes, each writes its own shards;
+the first one writes the common generation when all have written theirs.
 """
 
 import abc
@@ -58,7 +58,7 @@ BUFFER, STORE = "buffer", "store"
 """The kinds of checkpoints of one buffer: with rows of its own, or with those of its storage."""
 
 _DIGEST = ".digest"  # the array with a checksum of each block of rows, by which edits are found
-_AT_ONCE = 4  # times as many threads as otherwise for parts, which wait for the disk
+_AT_ONCE = 4  # parts are saved by this many times the usual threads, as they wait for the disk
 
 
 # What a user saves in one generation with a buffer: parameters, keys, the number of a step.
@@ -66,7 +66,7 @@ _AT_ONCE = 4  # times as many threads as otherwise for parts, which wait for the
 
 @dataclasses.dataclass(frozen=True)
 class ExtraData:
-    """Data of the user in a generation: its metadata for JSON; by name, kinds and bytes."""
+    """Further data of the user in a generation: metadata for JSON, and arrays by name."""
 
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
     kinds: dict[str, list[str]] = dataclasses.field(default_factory=dict)
@@ -74,7 +74,7 @@ class ExtraData:
 
 
 def extra_data(extra: Item, copy: bool) -> ExtraData:
-    """Returns a pytree of arrays and numbers, None for nothing; `copy`, if it may change."""
+    """Converts a pytree of arrays and numbers, or None; `copy` is True if these may change."""
     if extra is None:
         return ExtraData()
     kinds, arrays = {}, {}
@@ -110,9 +110,9 @@ class SnapshotGroup:
     """The states of several buffers, or of the shards of one.
 
     Attributes:
-        buffer: the description, or all of them.
-        kind: the class of what the states were in.
-        parts: by name; of shards, those of this process.
+        buffer: the `Sharded` or `Mix`, or a dict or tuple of descriptions.
+        kind: the class of the container of the states, such as dict.
+        parts: the snapshot of each state, by name; for shards, only those of this process.
     """
 
     buffer: Several
@@ -125,7 +125,7 @@ class SnapshotGroup:
         return [view for part in self.parts.values() for view in part.views]
 
     def lies_at(self, path: str) -> bool:
-        """Returns whether a state has its rows where it would be saved below a path."""
+        """Returns True if a part has its rows in the folder to which this save would write it."""
         parts = self.parts.items()
         return any(part.lies_at(manifest.path_of(path, name)) for name, part in parts)
 
@@ -134,7 +134,7 @@ AnySnapshot = Snapshot | SnapshotGroup
 
 
 def snapshot(buffer: Several, state: AnyState, verb: str = "save") -> AnySnapshot:
-    """Returns a state for saving, after all checks."""
+    """Returns the snapshot of a state that will be saved, after all checks."""
     descriptions.check(buffer, verb)
     if isinstance(buffer, ReplayBuffer):
         return schema.snapshot(buffer, state)
@@ -150,11 +150,11 @@ def snapshot(buffer: Several, state: AnyState, verb: str = "save") -> AnySnapsho
 
 @contextlib.contextmanager
 def reading(saved: AnySnapshot) -> Iterator[None]:
-    """A time during which no other thread overwrites rows."""
+    """Returns a context during which no other thread overwrites rows."""
     with contextlib.ExitStack() as stack:
         for view in saved.views:
             stack.enter_context(view.rows.drawing())
-            # Else it is an older state, of whose rows some may be overwritten already.
+            # Raises for an older state, of whose rows some may be overwritten already.
             view.rows.check_newest(view.version)
         yield
 
@@ -163,47 +163,46 @@ def reading(saved: AnySnapshot) -> Iterator[None]:
 
 
 def job(path: str, saved: AnySnapshot, extra: ExtraData, out: Outward) -> "Job":
-    """Returns a save of one buffer or of several, after all checks."""
+    """Returns the job that saves one buffer or several, after all checks."""
     if not isinstance(saved, Snapshot):
         return GroupJob(path, saved, extra, out)
     return CommitJob(saved, extra) if saved.lies_at(path) else SaveJob(path, saved, extra, out)
 
 
 class Job(abc.ABC):
-    """A save, after all checks; as a context, it gives its locks back when it is left.
+    """A save that has passed all checks; used as a context, it releases its locks at the end.
 
     Attributes:
-        store: that is written to; None until the save is opened, and of a process that writes only
-            parts.
+        store: the store to write to; None before `open`, and if this process writes only parts.
     """
 
     store: Any = None
-    _path: str = ""  # where a store is made if there is none
+    _path: str = ""  # a store is made here if there is none
 
     def check_free(self) -> None:
-        """Raises if files of others would be in the way; nothing was written."""
+        """Raises `ValueError` if files of other programs are in the way; writes nothing."""
         if self._path:
             opening.check_free(self._path)
 
     @abc.abstractmethod
     def open(self, copy: bool) -> None:
-        """Takes the lock, and finds out what will be written; `copy`, if the state may change."""
+        """Takes the lock and finds what to write; `copy` is True if the state may change then."""
 
     @abc.abstractmethod
     def write(self, keep: int | None = None) -> int:
-        """Writes, and returns the number of the generation."""
+        """Writes the state, and returns the number of the new generation."""
 
     def finish(self, keep: int) -> int:
-        """Writes, gives the lock back, and returns the number of the generation."""
+        """Writes the state, releases the lock, and returns the number of the generation."""
         with self:
             return self.write(keep)
 
     def expire(self, kept: set[int]) -> None:
-        """Removes the generations that need not stay."""
+        """Removes all generations except `kept`."""
         self.store.expire(kept)
 
     def close(self) -> None:
-        """Gives the lock back; also where it was given back before."""
+        """Releases the lock, if it is held."""
         if self.store is not None:
             self.store.close()
 
@@ -215,7 +214,7 @@ class Job(abc.ABC):
 
 
 class SaveJob(Job):
-    """A save of one buffer to a store of its own."""
+    """A save of one buffer to a path that is not that of its own storage."""
 
     def __init__(self, path: str, saved: Snapshot, extra: ExtraData, out: Outward) -> None:
         form, self._item_rows, self._item_arrays = _external(saved, out)
@@ -236,10 +235,10 @@ class SaveJob(Job):
         store = opening.to_save(self._path, rows.columns, rows.count)
         self.store: Any = store
         try:
-            # Rows of another table, or of a generation that came in between, say nothing.
+            # Rows cannot be compared with a new table, or with a generation saved in between.
             if last is not None and (store.is_new_table() or store.generation != last.number):
                 last = None
-            reach = rows.count  # no row from there on was ever written, in memory or in the store
+            reach = rows.count  # rows from here on were never written, in memory or in the store
             if rows.count and self._saved.views:
                 reach = min(reach, max(store.reach, *(v.rows.reach for v in self._saved.views)))
             sums = _digest(rows, store.sums.block, reach)
@@ -257,47 +256,47 @@ class SaveJob(Job):
             raise
 
     def _last(self) -> Generation | None:
-        """Returns the generation that this save may go on from."""
+        """Returns the generation whose rows this save need not write again; None for none."""
         try:
             last = generation.newest(opening.folder_at(self._path))
             meta = manifest.meta_of(last)
         except (DamagedError, FileNotFoundError):
             return None
-        # Of another description or form, bytes could be equal by chance and mean something else.
-        # Batch size and the like are left out: changing them does not make a save a full one.
+        # With another description or form, equal bytes could mean something else. Batch size and
+        # the like are not compared, so that a change of these does not cause a full save.
         before = descriptions.binding(descriptions.upgraded(meta.get("buffer")))
         is_same = before == descriptions.binding(self._meta["buffer"])
         return last if is_same and meta.get("form") == self._meta["form"] else None
 
     def write(self, keep: int | None = None) -> int:
         """See `Job.write`."""
-        # Rows go to free places, so the last generation stays whole until the commit names the new
-        # ones: a crash before that leaves the old checkpoint.
+        # Rows go to free places, so the last generation stays valid until the commit refers to the
+        # new ones: a crash before that leaves the old checkpoint.
         store = self.store
         for slots, columns in self._pieces:
             store.put(store.version, slots, columns, expiring=False)
         return store.commit(store.version, self._meta, self._kinds, self._arrays, keep)
 
     def close(self) -> None:
-        """Gives the lock back, and lets go of what was to be written."""
+        """Releases the lock, and the memory of the copies that were to be written."""
         super().close()
         self._pieces, self._arrays = [], {}
 
 
 class CommitJob(Job):
-    """A save to the path of the state's own storage: its rows are there, and are only promised."""
+    """A save to the path of the state's own storage: its rows only have to be committed."""
 
     def __init__(self, saved: Snapshot, extra: ExtraData) -> None:
         (view,) = saved.views
         self._saved, self._extra, self._version = saved, extra, host_rows.number(view.version)
-        self.store: Any = cast(StoreRows, view.rows).store  # no other rows are at a path
+        self.store: Any = cast(StoreRows, view.rows).store  # only `StoreRows` have a path
 
     def open(self, copy: bool) -> None:
-        """Takes the lock, if the state was only loaded until now."""
+        """Takes the lock, which a state that was only loaded does not have yet."""
         self.store.own()
 
     def write(self, keep: int | None = None) -> int:
-        """Makes what was written the newest generation, and returns its number."""
+        """Commits all writes as the newest generation, and returns its number."""
         _, arrays, kinds = schema.split(self._saved)
         meta, extra = schema.about(STORE, self._saved), self._extra
         parts = meta | extra.meta, kinds | extra.kinds, arrays | extra.arrays
@@ -310,7 +309,7 @@ class CommitJob(Job):
 class GroupJob(Job):
     """A save of several buffers, or of the shards of one.
 
-    Its own store is that of the generations that name those of the parts.
+    Its own store has the common generations, which refer to those of the parts.
     """
 
     def __init__(self, path: str, saved: SnapshotGroup, extra: ExtraData, out: Outward) -> None:
@@ -321,7 +320,7 @@ class GroupJob(Job):
             outward = Outward(encodes[name], out.items)
             self.parts[name] = job(manifest.path_of(path, name), part, ExtraData(), outward)
         names, self._group = list(self.parts), ProcessGroup()
-        if isinstance(buffer, Sharded):  # also over other processes
+        if isinstance(buffer, Sharded):  # whose shards may be in several processes
             names, self._group = buffer.names(), processes()
         if isinstance(buffer, Mix | Sharded):
             kind = manifest.MIX if isinstance(buffer, Mix) else manifest.SHARDED
@@ -337,14 +336,14 @@ class GroupJob(Job):
         self._folders = list(map(manifest.folder_name, names))
 
     def check_free(self) -> None:
-        """Raises if files of others would be in the way, also of any part."""
+        """Raises `ValueError` if files of other programs are in the way, also of any part."""
         opening.check_free(self._path, self._folders)
         for part in self.parts.values():
             part.check_free()
 
     def open(self, copy: bool) -> None:
         """See `Job.open`."""
-        # First of all parts, or the others would be left in a folder of somebody else.
+        # All parts are checked first: otherwise some would be left in a folder of other files.
         self._group.all_gather_json(self.check_free)
 
         def work() -> None:
@@ -360,9 +359,9 @@ class GroupJob(Job):
             raise
 
     def write(self, keep: int | None = None) -> int:
-        """Writes, the parts first, and returns the number of the generation."""
+        """Writes the parts, and then a common generation, whose number is returned."""
         numbers: dict[str, list[Any]] = {}
-        # No process names a part in the whole before all parts are on the disk.
+        # The common generation is written only when the parts of all processes are on the disk.
         for of_process in self._group.all_gather_json(self._write_parts):
             numbers |= of_process
 
@@ -376,32 +375,32 @@ class GroupJob(Job):
         return max(self._group.all_gather_json(write_whole))
 
     def _write_parts(self) -> dict[str, list[Any]]:
-        """Writes the parts that are in this process; returns the number and identity of each.
+        """Writes the parts of this process; returns the generation of each, number and identity.
 
-        The identities tell a part of this save from one of another that was copied there.
+        The identity distinguishes a part of this save from one of another save that is copied here.
         """
         written: dict[str, list[Any]] = {}
 
         def write(name: str) -> None:
-            # Without expiring older generations: those of the whole still name them.
+            # Keeps older generations of the part: older common generations refer to them.
             number = self.parts[name].write()
             folder = self.parts[name].store.folder
             written[name] = [number, Generation(folder, number).identity]
 
-        # It may call functions of the user, whose items JAX takes out of arrays.
+        # `write` may read items through JAX, for `encode`, so its threads need JAX's settings.
         share(compat.with_settings(write), self.parts, most=_AT_ONCE)
         return written
 
     def finish(self, keep: int) -> int:
-        """Writes, gives the locks back, and returns the number of the generation."""
+        """Writes all, releases the locks, and returns the number of the common generation."""
         with self:
             number = self.write(keep)
-            # Only now: older generations of the whole name these of the parts.
+            # Only now, as the old common generations referred to old generations of the parts.
             self._expire_parts()
             return number
 
     def expire(self, kept: set[int]) -> None:
-        """Removes the generations that need not stay."""
+        """Removes all common generations except `kept`, and what only they refer to."""
         expire = lambda: self.store.expire(kept) if self._group.number == 0 else None
         self._group.all_gather_json(expire)
         self._expire_parts()
@@ -415,8 +414,8 @@ class GroupJob(Job):
         share(lambda name: self.parts[name].expire(kept[name]), self.parts, most=_AT_ONCE)
 
     def close(self) -> None:
-        """Gives the locks back."""
-        for part in self.parts.values():  # also where only some were opened
+        """Releases all locks."""
+        for part in self.parts.values():  # works even if only some were opened
             part.close()
         super().close()
 
@@ -426,17 +425,17 @@ class GroupJob(Job):
 
 @dataclasses.dataclass
 class ProcessGroup:
-    """Processes that leave messages for each other, and all do the same in the same order.
+    """Processes that do the same steps in the same order, and exchange messages.
 
-    The messages go through JAX's own coordination service, not through devices: so processes may
-    do it in a thread, beside a training, and hear when one of them has died.
+    The messages go through JAX's coordination service and not through devices. So processes can
+    exchange them in a thread during a training, and are informed if one of them has died.
 
     Attributes:
-        number: of this one.
-        count: how many there are.
-        leave: leaves a message under a name, once.
-        fetch: waits for the message of a name.
-        name: of what they do together; the same in all of them, and used once.
+        number: the index of this process.
+        count: the number of processes.
+        leave: a function `(name, message)` that posts a message; each name can be used once.
+        fetch: a function that waits for the message of a name, and returns it.
+        name: the prefix of all message names, equal in all processes and different for each save.
     """
 
     number: int = 0
@@ -447,7 +446,7 @@ class ProcessGroup:
     _step: int = 0
 
     def all_gather_json(self, work: Callable[[], Any]) -> list[Any]:
-        """Returns what the work of each process gave, for JSON, when all have done it."""
+        """Calls `work`; returns the results of all processes, for JSON, when all have done it."""
         if self.leave is None or self.fetch is None:
             return [work()]
         self._step += 1
@@ -483,9 +482,9 @@ def processes() -> ProcessGroup:
 def _external(
     saved: Snapshot, out: Outward
 ) -> tuple[dict[str, Any] | None, StateRows | None, dict[str, Any]]:
-    """Returns what a generation says of such items, their rows, and their other arrays.
+    """Returns the metadata of such items, their rows, and their other arrays.
 
-    None and None for all other items.
+    Metadata and rows are None if the items are saved in rows of the state's leaves.
     """
     nothing = StateRows((), (), (), 0, 1)
     if not out.items:
@@ -507,10 +506,10 @@ def _external(
 
 
 def _digest(rows: StateRows, block: int, count: int) -> np.ndarray:
-    """Returns checksums of blocks of the first `count` rows in memory, uint32; 0 behind them.
+    """Returns checksums of blocks of the first `count` rows in memory, uint32; 0 for later blocks.
 
-    They are computed for each save: hand edits leave no other trace. Arrays of a device are hashed
-    there, since to bring 10 GB to the host takes seconds.
+    They are computed for each save, as edits by hand leave no other trace. Arrays on a device are
+    hashed there, since a transfer of 10 GB to the host takes seconds.
     """
     sums = np.zeros(-(-rows.count // block), np.uint32)
 
@@ -520,7 +519,7 @@ def _digest(rows: StateRows, block: int, count: int) -> np.ndarray:
             sums[number] = zlib.crc32(memory.view(column), int(sums[number]))
 
     numbers = range(-(-count // block))
-    if isinstance(rows, EncodedRows):  # which JAX takes out, with the settings of this thread
+    if isinstance(rows, EncodedRows):  # JAX reads their items, under the settings of this thread
         for number in numbers:
             add(number)
     else:
@@ -536,18 +535,18 @@ def _changed(
     sums: np.ndarray,
     reach: int,
 ) -> np.ndarray:
-    """Returns the rows that the last generation lacks or has otherwise, int64, in order."""
+    """Returns the rows that are missing or different in the last generation, int64, in order."""
     every, state = np.arange(reach), saved.state
     before = None if last is None else _as_saved(last, state)
     if not reach or last is None or before is None:
         return every
     count, axes = saved.plain.capacity, len(saved.batch)
-    if saved.views:  # a power of two, so that little is compiled while it grows
+    if saved.views:  # a power of two, so that few programs are compiled as the rows grow
         count = min(count, 1 << len(every).bit_length())
     stamps = lambda writer: np.asarray(_stamps(saved.plain, axes, count, writer)).reshape(-1)
-    # The writer's stamps tell which are new, if the state continues the one that was saved. All
-    # others are compared with the store where the digest of their block is another, or everywhere
-    # if a verb has edited items.
+    # The writer's stamps show which rows are new, if the state continues the one that was saved.
+    # Other rows are compared with the store if the digest of their block has changed; if a method
+    # has edited items, all of them are.
     is_new = (stamps(before["writer"]) != stamps(state.writer))[: len(every)]
     suspects = ~is_new
     if (before["edits"] == np.asarray(state.edits)).all():
@@ -557,14 +556,14 @@ def _changed(
             is_like = old == sums if len(old) == len(sums) else is_like
         suspects &= ~is_like[every // store.sums.block]
     which = np.flatnonzero(suspects)
-    # Equal digests of items do not tell whether a function over them has changed: try a few.
+    # Equal digests of items do not show if the `encode` function has changed: compare a few rows.
     if _differ(store, rows, rows.witnesses(store, np.flatnonzero(~is_new & ~suspects))).any():
         return every
     return np.union1d(every[is_new], which[_differ(store, rows, which)])
 
 
 def _differ(store: Store, rows: StateRows, which: np.ndarray) -> np.ndarray:
-    """Returns which of some rows are not what the store has, bool like `which`."""
+    """Returns which of the rows `which` differ from those in the store, bool like `which`."""
     flags = [np.zeros(0, np.bool_)]
     for piece in schema.in_parts(which, rows.width):
         # Byte by byte, so that NaN is equal to itself and 0.0 differs from -0.0.
@@ -577,11 +576,11 @@ def _differ(store: Store, rows: StateRows, which: np.ndarray) -> np.ndarray:
 
 
 def _as_saved(last: Generation, state: Any) -> Any:
-    """Returns the writer's state and the edits that were saved; None if of other kinds."""
+    """Returns the saved state of the writer, and `edits`; None if dtypes or shapes differ."""
     parts = {"writer": state.writer, "edits": state.edits}
     entries, leaves = last.arrays, []
     for name, leaf in schema.by_name(parts).items():
-        # Saved by another version or writer: stamps then say nothing.
+        # They were saved by another version or writer, whose stamps cannot be compared.
         if name not in entries or entries[name]["kind"] != list(schema.kind_of(leaf)):
             return None
         try:
@@ -593,7 +592,7 @@ def _as_saved(last: Generation, state: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _stamps(buffer: Buffer, axes: int, count: int, writer: PartState) -> jax.Array:
-    """Returns the stamps of the first slots, uint32 `[V, count]`."""
+    """Returns the writer's stamps of the first `count` slots, uint32 `[V, count]`."""
     slots = jnp.arange(count, dtype=jnp.int32)
     stamp = lambda writer: buffer.writer.generation_of(buffer.ring, writer, slots)
     for _ in range(axes):
@@ -604,7 +603,7 @@ def _stamps(buffer: Buffer, axes: int, count: int, writer: PartState) -> jax.Arr
 def _pieces(
     store: Store, rows: StateRows, which: np.ndarray
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    """Yields rows and their bytes; zeros that were never written are left out."""
+    """Yields pieces: indices of rows, and their bytes; skips zeros that were never written."""
     for piece in schema.in_parts(which, rows.width):
         columns = rows.take(piece)
         if not store.is_blank(piece) or not all(map(table.is_zero, columns)):

@@ -1,8 +1,8 @@
-"""States as checkpoints see them: their leaves by name, their specs, and their rows.
+"""States in the form in which they are saved: leaves by name, their specs, and rows.
 
-N capacity, V the buffers of a state under `vmap`. Packed arrays are seen as the leaves of items in
-them, trees as their leaves, items on the host as `HostLeaf`s: files have the names of these. Slot s
-of buffer v is row v * N + s of a checkpoint.
+N capacity, V the number of buffers in a state under `vmap`. A packed array is saved by the names of
+the leaves of items in it, a sum-tree as its leaves, and an item's leaf on the host as a `HostLeaf`.
+Slot s of buffer v is row v * N + s of a checkpoint.
 """
 
 import contextlib
@@ -43,10 +43,10 @@ from jrb.types import Context, Item
 from jrb.types.messages import PartState
 
 PIECE = 16 << 20
-"""Bytes of the rows that are in memory twice at a time."""
+"""The bytes of rows that are copied at a time."""
 
 BEYOND = "#beyond"
-"""Stands behind the name of an array that holds what a leaf has besides its N rows."""
+"""The suffix of the name of an array that has the rows of a leaf beyond the first N."""
 
 
 # Leaves.
@@ -54,7 +54,7 @@ BEYOND = "#beyond"
 
 @dataclasses.dataclass(frozen=True)
 class PackedLeaf:
-    """A leaf of all items inside a packed array: the bytes `part` of each of its rows."""
+    """A leaf of items that is stored in a packed array, as the bytes `part` of each row."""
 
     array: str
     part: slice
@@ -64,7 +64,7 @@ class PackedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class HostLeaf:
-    """A leaf of all items on the host, `[N, ...]`, by its number in a view."""
+    """A leaf `[N, ...]` of items on the host; `number` is its index in a view of the rows."""
 
     view: HostView
     number: int
@@ -77,7 +77,7 @@ class HostLeaf:
 
 
 def named(state: Any) -> Any:
-    """Returns a state, or its specs, with a `PackedLeaf` for each leaf of items that is packed."""
+    """Returns a state, or its specs, with a `PackedLeaf` in place of each packed leaf of items."""
     storage = state.storage
     if not isinstance(storage, PackedLeaves):
         return state
@@ -95,7 +95,7 @@ def named(state: Any) -> Any:
 
 
 def _column(make: Any, dtype: Any) -> Any:
-    """Returns a column of a dtype, made from the dtype of its words."""
+    """Returns `make(dtype)`; for a small dtype, a `SmallColumn` made of its words' dtype."""
     if not packed.is_small(dtype):
         return make(dtype)
     return packed.SmallColumn(make(packed.word_dtype(dtype)), np.dtype(dtype))
@@ -112,16 +112,16 @@ def kind_of(leaf: Leaf) -> tuple[str, ...]:
 
 
 def with_tree_leaves(state: PyTree) -> Any:
-    """Returns a state, or its specs, with the leaves of every tree in place of all its nodes.
+    """Returns a state, or its specs, with each sum-tree replaced by the array of its leaves.
 
-    Nodes depend on the branching, and that on the backend.
+    Inner nodes are not saved: they depend on the branching, and that depends on the backend.
     """
 
     def leaves(part: Any) -> Any:
         if not sum_tree.is_tree(part):
             return part
         if isinstance(part.nodes, jax.ShapeDtypeStruct):
-            # Of specs alone there is nothing to cut out.
+            # A spec has no nodes to select: compute the shape of the leaves.
             shape = (*part.nodes.shape[:-1], part.capacity)
             return jax.ShapeDtypeStruct(shape, part.nodes.dtype)
         if memory.on_host(part.nodes):
@@ -132,7 +132,7 @@ def with_tree_leaves(state: PyTree) -> Any:
 
 
 def with_trees(want: PyTree, state: PyTree) -> Any:
-    """Returns the state like the specs `want`, of which `with_tree_leaves` made this one."""
+    """Returns a state like the specs `want`, from the output of `with_tree_leaves`."""
 
     def whole(spec: Any, part: Any) -> Any:
         if not sum_tree.is_tree(spec):
@@ -148,31 +148,31 @@ def with_trees(want: PyTree, state: PyTree) -> Any:
 
 @pytree.component
 class UnpackedStorage(DeviceStorage):
-    """Stands for a storage on the host: its states have an array for every leaf."""
+    """Stands for a storage on the host, to load its states with an array for every leaf."""
 
     def init(self, context: Context, spec: Item) -> Any:
-        """Zeros."""
+        """Returns a column of zeros for each leaf."""
         return jax.tree.map(lambda leaf: packed.zeros_column(context.ring.capacity, leaf), spec)
 
 
 @pytree.component
 class NoItems(HostStorageProxy):
-    """Stands for a storage of objects, which are written by themselves."""
+    """Stands for a storage of objects, which are saved separately from the state."""
 
     of_objects: ClassVar[bool] = True
 
     def spec(self, state: None) -> Item:
-        """Objects have no shapes."""
+        """Returns no specs, as objects have no shapes."""
         return {}
 
 
 def is_on_host(buffer: Description) -> TypeGuard[Buffer]:
-    """Returns whether a buffer keeps arrays on the host."""
+    """Returns True if a buffer keeps items of arrays on the host."""
     return isinstance(buffer, ReplayBuffer) and isinstance(buffer.storage, HostArrays)
 
 
 def on_device(buffer: Buffer) -> Any:
-    """Returns the buffer with its items on the device; one of objects without them."""
+    """Returns the description with items on the device; for objects, without items."""
     if not eager.on_host(buffer):
         return buffer
     if buffer.storage.of_objects:
@@ -181,7 +181,7 @@ def on_device(buffer: Buffer) -> Any:
 
 
 def is_at(path: str, buffer: Description) -> bool:
-    """Returns whether a description names this path as that of its store."""
+    """Returns True if the storage of a description has its store at this path."""
     if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, StoreArrays):
         return False
     own = buffer.storage.path
@@ -189,10 +189,10 @@ def is_at(path: str, buffer: Description) -> bool:
 
 
 def loadable(buffer: Description, given: bool) -> Any:
-    """Returns the buffer that a checkpoint is loaded into.
+    """Returns the description that a checkpoint is loaded into.
 
-    A store of its own path may still be in use: without a description of the user, the items go to
-    a temporary one.
+    Unless the user has given it, items on the host go to a temporary store, as the store at the
+    saved description's path may be in use.
     """
     if given or not is_on_host(buffer):
         return buffer
@@ -209,8 +209,8 @@ class Snapshot:
     Attributes:
         buffer: the description.
         state: its state, with `HostLeaf`s for arrays on the host, and None for objects.
-        spec: of one item as it is stored; of objects, nothing.
-        batch: the axes that `vmap` has put before all leaves.
+        spec: the specs of a stored item; empty for objects.
+        batch: the shape of the leading axes that `vmap` has added to all leaves.
         stored: the storage's own state.
     """
 
@@ -222,26 +222,26 @@ class Snapshot:
 
     @functools.cached_property
     def plain(self) -> Buffer:
-        """The description of such a state, with all items on the device."""
+        """The description with all items on the device."""
         return on_device(self.buffer)
 
     @property
     def count(self) -> int:
-        """V."""
+        """V, the number of buffers."""
         return int(np.prod(self.batch, dtype=int))
 
     @property
     def views(self) -> list[HostView]:
-        """The view of its rows on the host, if they are there."""
+        """The view of its rows on the host, in a list; empty if items are elsewhere."""
         return [self.buffer.storage.view(self.stored)] if is_on_host(self.buffer) else []
 
     def lies_at(self, path: str) -> bool:
-        """Returns whether a path is that of the store in which this state has its rows."""
+        """Returns True if this state has its rows in the store at a path."""
         return any(view.rows.path == os.path.realpath(path) for view in self.views)
 
 
 def snapshot(buffer: Buffer, state: BufferState) -> Snapshot:
-    """Returns a state for saving, after all checks."""
+    """Returns the snapshot of a state that will be saved, after all checks."""
     kept = buffer.storage.state_type if eager.on_host(buffer) else object
     if not isinstance(state, BufferState) or not isinstance(state.storage, kept):
         raise ValueError(
@@ -277,7 +277,7 @@ def snapshot(buffer: Buffer, state: BufferState) -> Snapshot:
 
 
 def blank(buffer: Buffer, spec: Item) -> Any:
-    """Returns the specs of the state whose items have this spec."""
+    """Returns the specs of a state of the buffer, whose items have the specs `spec`."""
     leaves, structure = jax.tree.flatten(spec)
     return _blank(buffer, structure, tuple(leaves), compat.is_x64())
 
@@ -289,7 +289,7 @@ def _blank(buffer: Buffer, structure: Any, leaves: tuple, x64: bool) -> Any:
 
 
 def _fitted(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:
-    """Returns the spec of an item in a state of these specs, and the axes that `vmap` has put."""
+    """Returns the specs of an item in a state, and the shape of the axes that `vmap` has added."""
     # `vmap` may have put axes before all leaves. The storage knows the shape of an item only
     # without them, so try none, one, two and three.
     leaves = jax.tree.leaves(specs)
@@ -297,7 +297,7 @@ def _fitted(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:
         strip = lambda leaf, axes=axes: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
         single, batch = jax.tree.map(strip, specs), leaves[0].shape[:axes]
         try:
-            validate.check(buffer, single)  # which the verbs have asked before, mostly
+            validate.check(buffer, single)  # mostly cached, as methods have checked the state
             spec = buffer.storage.spec(single.storage)
         except (TypeError, ValueError, AttributeError, LookupError):
             continue
@@ -307,7 +307,7 @@ def _fitted(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:
     try:
         spec = buffer.storage.spec(specs.storage)
     except (AttributeError, IndexError, TypeError, KeyError):
-        raise other from None  # as a storage may raise of another's state
+        raise other from None  # a storage may raise these for the state of another one
     try:
         want = blank(buffer, spec)
         mend = "Save the state that this very buffer made."
@@ -315,7 +315,7 @@ def _fitted(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:
             pytree.check_like(by_name(one), by_name(two), "save", mend)
         validate.check(buffer, specs)
     except (AttributeError, IndexError, KeyError):
-        pass  # parts too may raise these of another's state
+        pass  # parts too may raise these for a state that is not theirs
     raise other
 
 
@@ -325,7 +325,7 @@ def batched(tree: Item, batch: tuple[int, ...]) -> Any:
 
 
 def about(kind: str, saved: Snapshot) -> dict[str, Any]:
-    """Returns what a checkpoint says of a state, for JSON."""
+    """Returns the metadata of a state in a checkpoint, for JSON."""
     buffer, state = saved.buffer, saved.state
     count = lambda writer: buffer.writer.held(buffer.ring, writer).size
     for _ in saved.batch:
@@ -365,8 +365,8 @@ def facts_of_any() -> dict[str, Any]:
 
 
 def text_of(buffer: Any) -> str:
-    """Returns a description as it is written, functions by their names."""
-    # The addresses that Python shows of functions are others in each program.
+    """Returns a description as code, with functions as their names."""
+    # Python shows functions with their addresses, which differ from program to program.
     return re.sub(r"<(?:function|bound method) (\S+).*?>", r"\1", display.laid_out(buffer))
 
 
@@ -375,10 +375,10 @@ def text_of(buffer: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class StateRows:
-    """The leaves of a state that are in rows: packed arrays, and leaves in arrays of their own.
+    """The arrays of a state that are saved row by row, each as a column.
 
-    The source of a column is `[V, N or more, width]` of uint8 on the host, or a `HostLeaf`, or an
-    array of another device.
+    The source of a column is a uint8 array `[V, N or more, width]` on the host, a `HostLeaf`, or an
+    array on another device.
     """
 
     columns: tuple[Column, ...]
@@ -389,7 +389,7 @@ class StateRows:
 
     @property
     def count(self) -> int:
-        """V * N."""
+        """V * N, the number of rows."""
         return self.buffers * self.capacity
 
     @property
@@ -427,12 +427,12 @@ class StateRows:
         return rows
 
     def fingerprints(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Returns bytes that differ if rows do: of rows on the host all, of others a hash."""
+        """Returns bytes by which rows are compared: all bytes on the host, else a hash."""
         return self._hashed.take(rows)
 
     @functools.cached_property
     def _hashed(self) -> "StateRows":
-        """These rows, with four bytes in place of each row that is on another device."""
+        """These rows, with a hash of four bytes in place of each row on another device."""
         sources = list(self.sources)
         for number, source in enumerate(sources):
             if not isinstance(source, np.ndarray | HostLeaf):
@@ -441,12 +441,12 @@ class StateRows:
         return dataclasses.replace(self, sources=tuple(sources))
 
     def witnesses(self, store: Store, rows: np.ndarray) -> np.ndarray:
-        """Returns those of rows with equal fingerprints that might differ all the same: none."""
+        """Returns rows that must be compared despite equal fingerprints: here none."""
         return rows[:0]
 
 
 def in_parts(rows: np.ndarray, width: int, size: int | None = None) -> Iterator[np.ndarray]:
-    """Yields rows of `width` bytes each, as many at a time as take about `size` bytes."""
+    """Yields parts of `rows`, each for about `size` bytes; a row has `width` bytes."""
     step = max(1, (PIECE if size is None else size) // max(width, 1))
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
@@ -460,7 +460,7 @@ def split(saved: Snapshot) -> tuple[StateRows, dict[str, Any], dict[str, list[st
     by_slot = set(map(id, jax.tree.leaves(buffer.storage.slotted(state.storage))))
     entries: list[tuple[Column, Any, RowOrder]] = []
     arrays, kinds = {}, {}
-    by_array: dict[str, dict[str, PackedLeaf]] = {}  # by the arrays that they are in
+    by_array: dict[str, dict[str, PackedLeaf]] = {}  # packed leaves, by array and name
     for name, leaf in by_name(named(state)).items():
         kind = kind_of(leaf)
         if isinstance(leaf, PackedLeaf):
@@ -500,7 +500,7 @@ def _source(array: Any, saved: Snapshot, width: int) -> Any:
 
 
 def packed_column(leaves: dict[str, PackedLeaf]) -> Column:
-    """Returns the column of a packed array, whose rows are like those of the array."""
+    """Returns the column for a packed array, with its leaves in the order of the array's rows."""
     in_order = sorted(leaves.items(), key=lambda pair: pair[1].part.start)
     width = lambda leaf: leaf.part.stop - leaf.part.start
     return Column(tuple(table.Leaf(name, kind_of(it), width(it)) for name, it in in_order))
@@ -515,23 +515,23 @@ def array_bytes(leaf: Leaf) -> Any:
 
 
 class WideError(TypeError):
-    """Items of 64 bits, where JAX keeps 32."""
+    """The saved items have dtypes of 64 bits, but JAX keeps only 32."""
 
 
 def fitting(
     path: str, meta: dict[str, Any], given: Description | None, example: Item
 ) -> tuple[Any, Any]:
-    """Returns the description and the specs of the items that a file has, or the given ones."""
+    """Returns the description and item specs of a file; the user's own if these match them."""
     buffer, node = descriptions.matched(path, meta["buffer"], given, ReplayBuffer), meta["items"]
     with descriptions.read_from(path):
-        # Of a structure that no file can hold, the leaves were written: the example has the rest.
+        # If no file can hold the structure, only leaves were saved: the example has the structure.
         is_unknown = "unknown" in node
         parts = node["leaves"] if is_unknown else [node]
         specs = [descriptions.decode_structure(part) for part in parts]
         spec = specs if is_unknown else specs[0]
         by_leaf = by_name(spec)
     for name, leaf in by_leaf.items():
-        # Without x64, JAX would narrow them without a word.
+        # Without x64, JAX would narrow them silently.
         is_key = casting.is_keys(leaf.dtype)
         if not is_key and leaf.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype):
             raise WideError(
