@@ -183,8 +183,8 @@ class CopySearch:
     ) -> list[tuple[int, _Array | None]]:
         """Records the arrays that an operation uses; returns entries of `known` for its results."""
         earlier, number = _union(ins), self._count
-        # An operation depends on all that its operands depend on: a union of sets, which are the
-        # bits of integers.
+        # The operations before this one are those before any of its operands. Sets of operations
+        # are the bits of an integer.
         self._count += 1
         origin = self._origins(eqn, ins, line)
         for position, (_, array) in enumerate(ins):
@@ -242,7 +242,7 @@ def _of_branches(branches: list[Any], number: int) -> tuple[int | None, bool]:
     """Returns the operand of a `cond` whose memory a result uses, and True if it is written to."""
     outs = [branch.outvars[number] for branch in branches]
     for position in range(len(branches[0].invars)):
-        # Unchanged in all branches: it is read. In some: one of them writes to it.
+        # If all branches return it unchanged, it is only read. If only some do, another writes it.
         same = [out is branch.invars[position] for out, branch in zip(outs, branches, strict=True)]
         if any(same):
             return position + 1, not all(same)

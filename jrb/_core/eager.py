@@ -286,7 +286,7 @@ def draw(
     """Draws a batch.
 
     Returns:
-        The state after the draw, or with `moves=False` outside `jit` the one before; the sample.
+        The state after the draw (outside `jit`, only if `moves`, else as it was); and the sample.
 
     Raises:
         ValueError: there is nothing to draw, outside `jit` and without `quiet`.

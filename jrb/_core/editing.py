@@ -156,7 +156,7 @@ def _all_rows(ring: Ring, held: Occupancy) -> WritePlan:
 
 
 def _slots_by_name(context: Context, names: Iterable[str] | None) -> Callable[[str], jax.Array]:
-    """Returns a function of a leaf's name to all slots `[R, E]`, oldest row first, or to none."""
+    """Returns a function of a leaf's name; it returns all slots `[R, E]`, oldest first, or none."""
     slots = context.held.from_oldest(context.ring)
     none = slots[:, :, None][:, :, :0]
     return lambda name: slots if names is None or name in names else none

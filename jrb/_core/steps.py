@@ -153,7 +153,7 @@ def expire(buffer: Buffer, state: BufferState, items: Item, num_rows: jax.Array)
         num_rows: int32 `[]`, the rows to remove; `[E]` if each environment has its own clock.
     """
     ring, context = buffer.ring, context_of(buffer, state.writer)
-    # The plan of a masked row writes nothing; the number of rows that leave is put into it.
+    # The plan of a masked row writes nothing; the number of rows to remove is put into it.
     writer, plan = buffer.writer.plan(ring, state.writer, items, jnp.zeros(1, jnp.bool_))
     plan = dataclasses.replace(plan, expired=num_rows, bounded=False)
     writer = buffer.writer.evict_oldest(ring, writer, num_rows)
@@ -260,7 +260,7 @@ def shard_stats(buffer: Buffer, state: BufferState) -> ShardStats | None:
 def if_enough(
     enough: jax.Array, before: PartState, after: PartState, draw: Draw
 ) -> tuple[Any, Draw]:
-    """Returns sampler and draw; unless `enough`, bool `[]`, the old sampler and a masked draw."""
+    """Returns sampler state and draw; unless `enough`, the old state and a fully masked draw."""
     keep = lambda new, old: new if new is old else jnp.where(enough, new, old)
     some = lambda leaf: jnp.where(enough, leaf, jnp.zeros_like(leaf))
     draw = draw.replace(

@@ -46,7 +46,7 @@ def name_of(generation: int) -> str:
 
 
 def numbers(folder: Folder) -> list[int]:
-    """Returns the numbers of generations in a folder, oldest first; 0 was made with the store."""
+    """Returns the numbers of a folder's generations, oldest first; a new store has generation 0."""
     names = [name for name in folder.names() if re.fullmatch(PREFIX + "[0-9]{12}", name)]
     return sorted(int(name.removeprefix(PREFIX)) for name in names)
 
@@ -86,7 +86,7 @@ def check_own(folder: Folder) -> None:
 def body_of(
     number: int, rows: int, meta: Any, kinds: dict[str, list[Any]], columns: Any, **table: int
 ) -> Body:
-    """Returns a body that lacks sizes and sums of arrays; `table` is its entry without columns."""
+    """Returns a body without sizes and sums of arrays; `table` are entries of its table."""
     about = {**table, "columns": list(map(dataclasses.asdict, columns))}
     arrays = [{"name": name, "kind": kind} for name, kind in kinds.items()]
     return {"generation": number, "rows": rows, "meta": meta, "table": about, "arrays": arrays}

@@ -68,7 +68,7 @@ class Places:
 
     @property
     def runs(self) -> np.ndarray:
-        # A commit asks three times. For a million rows it takes 2 ms to find them.
+        # A commit asks for the runs three times. For a million rows it takes 2 ms to find them.
         if self._runs is None:
             self._runs = runs_of(self.used)
         return self._runs

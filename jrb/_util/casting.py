@@ -41,7 +41,7 @@ def _is_plain(leaf: Leaf) -> bool:
     """Returns True if a leaf can stay as it is; it must be quick, as it runs at every call."""
     if type(leaf) is np.ndarray:
         return leaf.dtype.isnative
-    # NumPy's float64 and complex128 are Python numbers too: lists of them are to be refused.
+    # NumPy's float64 and complex128 are Python numbers too, and lists of them must be refused.
     is_scalar = isinstance(leaf, _SCALARS) and leaf.dtype in _TAKEN
     return is_scalar or isinstance(leaf, jax.Array)
 

@@ -115,7 +115,7 @@ def in_range(verb: str, indices: jax.Array, size: int) -> None:
 
 
 def real_numbers(name: str, value: object) -> jax.Array:
-    """Returns real numbers as float32: from NumPy a copy in NumPy, else an array of JAX."""
+    """Returns real numbers as float32: for a NumPy array a NumPy copy, else a JAX array."""
     if isinstance(value, jax.Array) and value.dtype == jnp.float32 and not value.weak_type:
         return value  # what follows takes 40 us
     array: Any = value

@@ -198,7 +198,7 @@ Gather = tuple[Callable[[], jax.Array], bool, Callable[[jax.Array], Any]]
 
 
 def read_each(gathers: list[Gather]) -> list[Any]:
-    """Runs gathers, each exactly once, and returns the result of each one's function of rows."""
+    """Runs gathers, each exactly once; returns the rows of each, its function applied to them."""
 
     def get() -> list[Any]:
         return [rows() if is_few else change(rows()) for rows, is_few, change in gathers]

@@ -119,11 +119,11 @@ def fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def fold(key: jax.Array, number: int) -> jax.Array:
-    """Returns a key that is independent of `key`, and of those folded from other numbers >= 0."""
+    """Returns a key that is independent of `key`, and of the keys for other numbers >= 0."""
     words = jax.random.key_data(key)
     if words.shape[-1:] != (2,):
         return jax.random.fold_in(key, 2**32 - 1 - number)
-    # `bits` counts with a high word of zero, so no draw has seen this block.
+    # `bits` uses counters with a high word of zero, so no draw uses this block.
     block = _threefry(words[0], words[1], jnp.uint32(2**32 - 1), jnp.uint32(number))
     return _like(key, jnp.stack(block))
 

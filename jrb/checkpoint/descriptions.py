@@ -132,7 +132,7 @@ def encode(value: Any) -> Json:
     if type(value) is tuple:
         return {"tuple": [encode(entry) for entry in value]}
     name = name_of(type(value))
-    # A class that was defined inside a function cannot be found by its name: only name it.
+    # A class that was defined inside a function cannot be found by its name: only save the name.
     if pytree.is_component(type(value)) and find_class(name) is type(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {"part": name, "fields": {key: encode(entry) for key, entry in fields.items()}}

@@ -198,7 +198,7 @@ class EncodedRows(StateRows):
 
     @property
     def width(self) -> int:
-        """The bytes of a row, or of the item that it is made of, whichever are more."""
+        """The bytes of an encoded row, or of its item, whichever are more."""
         return max(super().width, pytree.nbytes(self.items.spec))
 
     @property
@@ -222,7 +222,7 @@ def encoded(saved: Snapshot, encode: Hook) -> EncodedRows:
     if not callable(encode):
         raise TypeError(f"encode: expected a function, got {encode!r}.")
     items, capacity = Items(saved), saved.plain.capacity
-    # Its result for an item of zeros shows the shapes and dtypes of all its results.
+    # The function's result for an item of zeros shows the shapes and dtypes of all results.
     one = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), items.spec)
     output = jax.tree.map(np.asarray, encode(one))
     if not jax.tree.leaves(output):
@@ -374,7 +374,7 @@ def restored(
 
 
 def attach(buffer: Buffer, state: BufferState, view: Any) -> Any:
-    """Returns the state with its items in rows on the host that are already written."""
+    """Returns the state with `view`, rows on the host that are already written, as its items."""
     held = functools.partial(buffer.writer.held, buffer.ring, state.writer)
     return state.replace(storage=buffer.storage.attach(buffer.ring, view, held))
 

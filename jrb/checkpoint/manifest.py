@@ -25,7 +25,7 @@ EXTRA = ".extra/"
 
 def folder_name(name: str) -> str:
     """Returns the name of a part's folder, which is safe for any file system."""
-    # It must differ from all files that a store has in the same folder, in any version.
+    # The name must differ from all files that a store has in the same folder, in any version.
     safe = quote(name, safe=" !#$&'()+,;=@[]^`{}~", errors="surrogatepass")
     is_taken = safe.startswith((".", "rows", "generation", "lock"))
     return f"%{ord(safe[0]):02X}{safe[1:]}" if is_taken else safe or "%"
@@ -174,7 +174,7 @@ def is_own(path: str, name: str) -> bool:
 
     Files of other checkpoints in the folder do not.
     """
-    # The folder of a part belongs to it only if a common generation refers to the part.
+    # A part's folder belongs to the checkpoint only if a common generation refers to the part.
     part, _, inner = name.partition("/")
     if not inner or removal.is_of_store(path, name):
         return removal.is_of_store(path, name)

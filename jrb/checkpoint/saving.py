@@ -186,7 +186,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def open(self, copy: bool) -> None:
-        """Takes the lock and finds what to write; `copy` is True if the state may change then."""
+        """Takes the lock and finds what to write; `copy` is True if the state may change later."""
 
     @abc.abstractmethod
     def write(self, keep: int | None = None) -> int:
@@ -482,9 +482,9 @@ def processes() -> ProcessGroup:
 def _external(
     saved: Snapshot, out: Outward
 ) -> tuple[dict[str, Any] | None, StateRows | None, dict[str, Any]]:
-    """Returns the metadata of such items, their rows, and their other arrays.
+    """Returns metadata, rows and further arrays of items that are encoded, left out, or objects.
 
-    Metadata and rows are None if the items are saved in rows of the state's leaves.
+    Metadata and rows are None for all other items, which are rows of the state's leaves.
     """
     nothing = StateRows((), (), (), 0, 1)
     if not out.items:
