@@ -505,7 +505,7 @@ def get(
 def _gathers(
     state: PartState, extra: list[jax.Array], slots: list[jax.Array], times: int
 ) -> tuple[list[int], list[gather.Gather]]:
-    """Returns the indices of leaves in the order in which the gathers read them; the gathers."""
+    """Returns the order in which the gathers read the leaves, as indices, and the gathers."""
     # Arrays in `extra` count as further leaves. `times` is how many such reads are made at once.
     groups: dict[Any, tuple[jax.Array, jax.Array, bool, dict[int, Any]]] = {}
     entries = [*_entries(state)[1], *extra]

@@ -409,8 +409,8 @@ class Store:
     ) -> int:
         """Commits all writes as the next generation, and returns its number.
 
-        The owner gives `meta`, for JSON, and arrays by name, their `kinds` and bytes. `keep` older
-        generations stay; None keeps all. An error has a note that says if the commit has happened.
+        `meta`, for JSON, and the kinds and bytes of `arrays`, by name, come from the owner. `keep`
+        older generations stay; None keeps all. Errors have a note that says if it has happened.
         """
         with self._turn:
             self.own()
