@@ -1,4 +1,4 @@
-"""Datasets: offline data in other libraries' files, as episodes in TED and as buffers."""
+"""Reads offline datasets of many libraries as episodes in TED or as buffers, and writes them."""
 
 from jrb._util.public import PublicNames
 from jrb.datasets.dataset import Dataset

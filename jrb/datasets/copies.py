@@ -1,13 +1,13 @@
-"""From a dataset to a buffer that holds it, in memory or as a copy in files.
+"""Functions that copy a dataset into a buffer, in memory or in files.
 
-A copy is committed now and then while it is made, with the number of its rows. Until it is
-complete, its description has a writer that writes; then one that is only read. Copies in the user's
-folder are made once, whoever asks:
+A copy in files is committed regularly with the number of rows written so far. The saved buffer is
+read-only (`jrb.ReadOnly`) once the copy is complete. The folder `root` holds one copy of each
+dataset for all processes of a user:
 
 ```
-<root>/<name>-<digest>      the copy of a dataset, named by the content of its files and its options
-<root>/.known/<digest>      the digest of files that look like this, so that they are read only once
-<root>/.locks/<name>        held by the process that makes the copy, or removes it
+<root>/<name>-<digest>      a copy, named by a digest of the files' content and of the options
+<root>/.known/<digest>      a file with that digest, named by the files' paths, sizes and times
+<root>/.locks/<name>        the lock of the process that makes or removes a copy
 ```
 
 K episodes, N capacity, E environments.
@@ -48,7 +48,7 @@ from jrb.types import Storage
 from jrb.units import Transition
 from jrb.writers import PerEnvironment, ReadOnly, RoundRobin
 
-_PAUSE = 0.2  # seconds
+_PAUSE = 0.2  # seconds between two attempts to lock a copy
 _SIZE = 32  # bytes of a digest
 _MARK = {"rows": 0, "of": np.zeros(_SIZE, np.uint8)}
 
@@ -56,7 +56,7 @@ _log = logging.getLogger("jrb.datasets")
 
 
 def select(dataset: Any, fraction: float | None, episodes: Any) -> Any:
-    """Returns a fraction of the episodes, the first ones, or those of a slice or numbers."""
+    """Returns the dataset of the first episodes (a fraction or number), a slice, or indices."""
     if fraction is not None and episodes is not None:
         raise ValueError(
             "buffer: expected fraction= or episodes=, got both. Leave one of them out."
@@ -90,7 +90,7 @@ def fill_buffer(
     show: bool | None,
     parts: dict[str, Any],
 ) -> tuple[ReplayBuffer, BufferState]:
-    """Returns the buffer of all steps of a dataset, and its state; see `Dataset.buffer`."""
+    """Returns a buffer with all steps of a dataset, and its state; see `Dataset.buffer`."""
     if num_envs is not None:
         checks.count("num_envs", num_envs)
     for name in ("capacity", "writer"):
@@ -136,7 +136,7 @@ def fill_buffer(
 def _make_copy(
     flow: Streams, buffer: ReplayBuffer, path: str, digest: bytes, show: bool | None
 ) -> BufferState:
-    """Returns the state of a buffer whose rows are, or will be, in files at the path."""
+    """Opens the copy in files at the path, or makes or continues it; returns the state."""
     before = store_at(path)
     try:
         state = _open_copy(buffer, path, digest)
@@ -157,7 +157,7 @@ def _make_copy(
         checkpoint.save(path, buffer, state, extra=mark(flow.rows))
         return state
     except BaseException:
-        # Else the frames of the exception, which a notebook keeps, would hold the lock.
+        # A notebook keeps the exception, whose frames would otherwise keep the store locked.
         store = store_at(path)
         if store is not None and store is not before:
             store.close()
@@ -165,7 +165,7 @@ def _make_copy(
 
 
 def _open_copy(buffer: ReplayBuffer, path: str, digest: bytes) -> BufferState | None:
-    """Returns the state of a copy that is complete; None if it is not."""
+    """Returns the state of a complete copy; None if there is no copy, or it is incomplete."""
     if not _is_begun(path):
         return None
     description, state, _ = _load(path, buffer, digest)
@@ -175,7 +175,7 @@ def _open_copy(buffer: ReplayBuffer, path: str, digest: bytes) -> BufferState | 
 
 
 def _is_begun(path: str) -> bool:
-    """Returns True if anything was committed there."""
+    """Returns True if a copy at the path has been committed at least once."""
     try:
         return bool(checkpoint.generations(path))
     except FileNotFoundError:
@@ -183,13 +183,13 @@ def _is_begun(path: str) -> bool:
 
 
 def _plain(buffer: ReplayBuffer) -> Any:
-    """Returns the description that a copy is made by: its state is small."""
+    """Returns the buffer with which a copy is written: a writer, and parts with little state."""
     parts = {"sampler": Uniform(), "unit": Transition(), "batch_size": None, "min_size": None}
     return dataclasses.replace(writable(buffer), **parts)
 
 
 def _load(path: str, buffer: ReplayBuffer, digest: bytes) -> tuple[Any, BufferState, int]:
-    """Returns the description that is there, its state, and the number of its rows."""
+    """Returns the saved buffer, its state and the number of rows; raises for another dataset."""
     cause = None
     for given in (buffer, _plain(buffer), None):
         try:
@@ -211,20 +211,20 @@ def _load(path: str, buffer: ReplayBuffer, digest: bytes) -> tuple[Any, BufferSt
 
 
 def root_of(root: str | os.PathLike[str] | None) -> str:
-    """Returns the absolute path of a folder of datasets; None for the cache of the user."""
+    """Returns the absolute path of a folder of datasets; None stands for the user's cache."""
     if root is not None:
         return absolute_path(root, "root")
     return require("platformdirs", "datasets").user_cache_dir("jrb", appauthor=False)
 
 
 def copy_of(dataset: Any, num_envs: int | None, root: str) -> tuple[str, bytes]:
-    """Returns the path of a copy, and the 32 bytes that tell its content."""
+    """Returns the path of a dataset's copy, and the 32-byte digest of its content."""
     note = os.path.join(root, ".known", _digest(dataset, num_envs).hex())
     os.makedirs(os.path.dirname(note), exist_ok=True)
     content = b""
     with contextlib.suppress(FileNotFoundError), open(note, "rb") as file:
         content = file.read()
-    if len(content) != _SIZE:  # the files look new
+    if len(content) != _SIZE:  # no note of files with these sizes and times
         content = _digest(dataset, num_envs, reads=True)
         with open(f"{note}.{os.getpid()}", "wb") as file:
             file.write(content)
@@ -236,7 +236,7 @@ def copy_of(dataset: Any, num_envs: int | None, root: str) -> tuple[str, bytes]:
 
 @contextlib.contextmanager
 def locked(path: str, wait: bool) -> Iterator[None]:
-    """Holds the right to make or remove a copy; waits for a process that has it, or raises."""
+    """Locks a copy to make or remove it; if another process has the lock, waits or raises."""
     root, name = os.path.split(path)
     check_system(path)
     os.makedirs(os.path.join(root, ".locks"), exist_ok=True)
@@ -259,9 +259,9 @@ def locked(path: str, wait: bool) -> Iterator[None]:
 
 
 def _digest(dataset: Any, num_envs: int | None, reads: bool = False) -> bytes:
-    """Returns 32 bytes that are others for other datasets, or after the files were written to.
+    """Returns a 32-byte digest of a dataset's files, episodes, spec and options.
 
-    Files are told apart by their content with `reads`, else by path, size and time of change.
+    Files count by their content if `reads` is True, else by path, size and time of change.
     """
     source = dataset.source
     if isinstance(source, tuple):
@@ -290,7 +290,7 @@ def _digest(dataset: Any, num_envs: int | None, reads: bool = False) -> bytes:
 
 
 def _files(source: str) -> Iterator[str]:
-    """Yields a file; or all files below a folder, sorted by name; links are followed."""
+    """Yields the path of a file, or of all files below a folder, sorted; follows links."""
     if os.path.isfile(source):
         yield source
     visited = set[str]()

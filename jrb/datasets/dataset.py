@@ -1,7 +1,4 @@
-"""A dataset: episodes in files, in the way that some library wrote them.
-
-K episodes, T steps of one.
-"""
+"""The class `Dataset`: episodes in files of any known format. K episodes, T steps of an episode."""
 
 import dataclasses
 import functools
@@ -41,21 +38,21 @@ _UNIFORM, _TRANSITION = Uniform(), Transition()
 class Dataset(Sequence[Episode]):
     """Episodes in files, opened by `jrb.datasets.open`; each is read when it is accessed.
 
-    A sequence of episodes: `len`, iteration and `dataset[3]` work; slices are datasets too. An
-    episode is a nested dict of NumPy arrays `[T, ...]` in the files' dtypes, in native byte order
-    (TorchRL's layout, TED): `observation`, `action`, `next: {observation, reward, terminated,
-    truncated, done}`, and all other arrays that the files have for each step, under their names.
-    The last step of an episode is always `done`.
+    A dataset is a sequence of episodes: `len`, iteration and `dataset[3]` work; a slice is another
+    dataset. An episode is in TorchRL's layout (TED): a nested dict of NumPy arrays `[T, ...]` with
+    `observation`, `action`, `next: {observation, reward, terminated, truncated, done}`, and all
+    other arrays that the files have for each step, under their own names. Dtypes are those of the
+    files, in native byte order. The last step of an episode is always `done`.
 
-    Some files lack the observation after the last step of an episode that did not terminate. It is
-    then zeros, and every episode has a leaf `next/valid`, bool `[T]`, False for such steps.
+    Some files lack the observation after the last step of an episode that did not terminate. Zeros
+    stand in for it, and all episodes have a leaf `next/valid`, bool `[T]`, False at these steps.
 
     Attributes:
-        source: the path, or what the format takes in place of one.
+        source: the path of the files, or the object that the format reads instead of files.
         format: the format of the files.
-        description: facts that are there before steps are read.
-        numbers: int64 `[K]`, which of the source's episodes these are.
-        final: "keep" or "drop", what happens to a last step without its next observation.
+        description: the facts that are known before any step is read.
+        numbers: the indices of these episodes among those of the source, int64 `[K]`.
+        final: "keep" or "drop": the treatment of last steps that lack their next observation.
     """
 
     source: Source
@@ -65,12 +62,12 @@ class Dataset(Sequence[Episode]):
     final: str = "keep"
 
     def __len__(self) -> int:
-        """K, the number of episodes."""
+        """Returns the number of episodes K."""
         return len(self.numbers)
 
     @property
     def episodes(self) -> int:
-        """K, as `len`."""
+        """The number of episodes K, equal to `len(dataset)`."""
         return len(self.numbers)
 
     @property
@@ -80,28 +77,30 @@ class Dataset(Sequence[Episode]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 `[K]`, the steps of each episode."""
+        """The number of steps of each episode, int64 `[K]`."""
         dropped = self.cut if self.final == "drop" else 0
         return np.maximum(self.description.lengths[self.numbers] - dropped, 0)
 
     @property
     def cut(self) -> np.ndarray:
-        """Bool `[K]`, True if the next observation of the last step is needed and in no file."""
+        """Bool `[K]`, True for episodes that lack an observation after their last step.
+
+        Only episodes that did not terminate need one, so others are False.
+        """
         cut = self.description.cut
         return np.zeros(len(self), bool) if cut is None else cut[self.numbers]
 
     @property
     def complete(self) -> np.ndarray:
-        """Bool `[K]`, True if an episode has ended and is there from its first step on.
+        """Bool `[K]`, True for episodes that the dataset holds from their first step to their end.
 
-        False only for episodes of a buffer that was saved: see `jrb.read.Episode`. In other files
-        an episode ends where its rows do.
+        Only replay buffers can hold a part of an episode; see `jrb.read.Episode`.
         """
         return self.facts.get("complete", np.ones(len(self), bool)).astype(bool)
 
     @functools.cached_property
     def spec(self) -> Any:
-        """One step: a nested dict of `jax.ShapeDtypeStruct`."""
+        """The shapes and dtypes of one step, a nested dict of `jax.ShapeDtypeStruct`."""
         names = ["terminated", "truncated", "done", *["valid"] * self._is_marked]
         flags = dict.fromkeys(names, jax.ShapeDtypeStruct((), np.dtype(bool)))
         spec = self.description.spec
@@ -109,7 +108,7 @@ class Dataset(Sequence[Episode]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all steps as arrays."""
+        """The number of bytes that all steps take as arrays in memory."""
         return self.transitions * authoring.tree_nbytes(self.spec)
 
     @property
@@ -119,7 +118,7 @@ class Dataset(Sequence[Episode]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for readers: what was lost, left out, or assumed."""
+        """Sentences for users about data that was lost or left out, and about assumptions."""
         notes = tuple(map(authoring.printable, self.description.notes))
         if count := int(self.cut.sum()):
             kept = "left out" if self.final == "drop" else "kept, with zeros and next/valid=False"
@@ -131,7 +130,7 @@ class Dataset(Sequence[Episode]):
 
     @property
     def facts(self) -> dict[str, np.ndarray]:
-        """Arrays `[K]` by name, such as `seed`: what the files say of each episode."""
+        """Facts that the files record about each episode: arrays `[K]` by name, such as `seed`."""
         return {name: fact[self.numbers] for name, fact in self.description.facts.items()}
 
     @overload
@@ -139,7 +138,7 @@ class Dataset(Sequence[Episode]):
     @overload
     def __getitem__(self, index: slice) -> "Dataset": ...
     def __getitem__(self, index: int | slice) -> Any:
-        """Returns an episode; or the dataset of a slice of them."""
+        """Returns the episode at an integer index, or the dataset of the episodes in a slice."""
         if isinstance(index, slice):
             return self.only(self.numbers[index])
         number = operator.index(index)
@@ -152,15 +151,15 @@ class Dataset(Sequence[Episode]):
         return self._read(self.format.pick, each=True)
 
     def blocks(self) -> Iterator[Episode]:
-        """Yields all steps in order, in blocks `[T, ...]` as the files are best read."""
+        """Yields all steps in order, in blocks `[T, ...]` of lengths that the format chooses."""
         return self._read(self.format.blocks, each=False)
 
     def steps(self, rows: int | None = None) -> Iterator[Episode]:
-        """Yields all steps in order.
+        """Yields all steps in order, in blocks of one length or one by one.
 
         Args:
-            rows: the number of steps at a time, `[rows, ...]`; the last block may have fewer. None
-                for single steps, `[...]`.
+            rows: the number of steps in each block, leaves `[rows, ...]`; the last block may have
+                fewer. None for single steps, leaves `[...]`.
         """
         if rows is not None:
             checks.count("rows", rows)
@@ -172,12 +171,12 @@ class Dataset(Sequence[Episode]):
 
     @escaped_errors()
     def returns(self) -> Any:
-        """Returns float64 `[K]`, the sum of the rewards of each episode; reads only these.
+        """Returns the sum of the rewards of each episode, float64 `[K]`; reads only rewards.
 
-        A nested dict of them where the reward has several leaves, such as one for each agent.
+        If the reward has several leaves, such as one for each agent, returns a dict of such sums.
 
         Raises:
-            ValueError: there are no rewards in the files.
+            ValueError: the files have no rewards.
         """
         if "reward" not in self.spec["next"]:
             raise ValueError(
@@ -192,18 +191,18 @@ class Dataset(Sequence[Episode]):
         return returns
 
     def filter(self, test: Callable[[Episode], Any]) -> "Dataset":
-        """Returns the episodes for which a function is true; reads them all."""
+        """Returns the dataset of the episodes for which `test` returns true; reads all episodes."""
         return self.only(self.numbers[[bool(test(episode)) for episode in self]])
 
     def at_least(self, steps: int) -> "Dataset":
-        """Returns the episodes that have at least this number of steps."""
+        """Returns the dataset of the episodes with at least `steps` steps."""
         checks.count("steps", steps)
         return self.only(self.numbers[self.lengths >= steps])
 
     def best(self, fraction: float) -> "Dataset":
-        """Returns the episodes with the highest returns, as a fraction of K, in their order.
+        """Returns the dataset of the `fraction` of all episodes that has the highest returns.
 
-        At least one, if there is one; of equal returns the earlier ones.
+        Episodes keep their order. At least one is kept, and of equal returns the earlier ones.
         """
         checks.fraction("fraction", fraction)
         count, returns = max(1, round(fraction * len(self))), self.returns()
@@ -232,41 +231,41 @@ class Dataset(Sequence[Episode]):
         progress: bool | None = None,
         **parts: Any,
     ) -> tuple[ReplayBuffer, BufferState]:
-        """Returns a buffer that holds all steps, and is only read; and its state.
+        """Returns a read-only buffer that holds all steps, and its state.
 
-        Steps are read and written in pieces of some megabytes, however many there are. In a
-        `jrb.MemmapStorage` with a path, they are committed now and then: after a crash the same
-        call continues, with a warning of the logger `jrb.datasets`. Once all steps are there, it
-        opens them, without any work for the parts that the copy was made with.
+        Steps are copied in pieces of 8 MiB, so that memory stays bounded. A `jrb.MemmapStorage`
+        with a path is committed every 512 MiB: after a crash the same call continues the copy,
+        and logs a warning to the logger `jrb.datasets`. Once the copy is complete, the call only
+        opens it, and builds new state for a sampler or unit that differs from the copy's.
 
-        Rewards that are NaN or infinite are kept; a warning of the same logger has their number,
-        and the first episode that has some.
+        Rewards that are NaN or infinite are kept; a warning of the same logger gives their number
+        and the first episode that contains one.
 
         Args:
-            storage: where the items go; None for the device, or with `cache` for files.
+            storage: the storage of the items; None for the device, or for the files of the copy
+                if `cache` is True.
             sampler: the buffer's sampler.
             unit: the buffer's unit.
-            num_envs: E; each episode then goes to the environment that has the fewest steps so far.
-                None for one stream, the episodes one after the other.
-            fraction: the part of the episodes that is loaded, from the first on.
-            episodes: the number of episodes from the first on; or a slice, or their numbers.
+            num_envs: the number of environments E of the buffer; each episode is written to the
+                environment that has the fewest steps so far. None for one stream of all episodes.
+            fraction: the fraction of the episodes to load, the first ones; None for all.
+            episodes: the number of episodes to load, the first ones; or a slice, or their indices.
             transforms: the buffer's transforms.
-            cache: True to make a copy of the dataset in files once, and to open that the next
-                time. It is found by the content of the dataset's files, wherever these are.
-            root: the folder of such copies; None for the user's cache of the system.
-            progress: True for a bar; None for one where stderr is a terminal.
+            cache: True to copy the dataset to files the first time, and to open this copy later.
+                The copy is found by the dataset's name and the content of its files.
+            root: the folder of such copies; None for the user's cache folder.
+            progress: True to show a bar; None to show it if stderr is a terminal.
             parts: arguments of `jrb.ReplayBuffer`, such as `batch_size`. Unless `cast` is False,
-                dtypes that JAX would change are converted as it would: float64 to float32, and
+                dtypes that JAX lacks are converted as JAX converts them: float64 to float32, and
                 int64 to int32 if all numbers fit.
 
         Returns:
-            The description, with as many slots as are needed and `writer=jrb.ReadOnly(...)`, and
-            the state.
+            The buffer, with a slot for every step and `writer=jrb.ReadOnly(...)`, and its state.
 
         Raises:
-            ValueError: there are no steps; something else is at the path of the storage; or the
-                files have other episodes than when they were opened.
-            TypeError: a writer or a capacity, which a dataset chooses itself.
+            ValueError: there are no steps; the storage's path has something other than a copy of
+                this dataset; or the files have changed since the dataset was opened.
+            TypeError: `parts` has a writer or a capacity, which the dataset chooses itself.
             ModuleNotFoundError: platformdirs is not installed, and `cache` has no `root`.
 
         Example:
@@ -293,37 +292,37 @@ class Dataset(Sequence[Episode]):
         cast: bool = False,
         progress: bool | None = None,
     ) -> "Dataset":
-        """Maps all steps through a function into a new dataset on the disk, in their order.
+        """Applies a function to all steps in order, and writes the results as a new dataset.
 
-        Memory stays bounded, whatever the size. All dtypes are kept. The new dataset is a folder of
-        Parquet files, as those of `jrb.datasets.Recorder`. Episodes end where they did: the last
-        step of each is done, and `next/valid` stays as it was.
+        Memory use does not grow with the dataset. All dtypes are kept. The new dataset is a folder
+        of Parquet files, like those of `jrb.datasets.Recorder`. Episodes keep their bounds: the
+        last step of each is done, and `next/valid` is copied.
 
         Args:
-            function: takes a step in TED, leaves `[...]`, and returns a step. Its leaves,
-                shapes and dtypes may be others, but must be the same for all steps. `next/reward`,
-                `next/terminated` and `next/truncated` must be among them.
-            dest: the path of a folder that does not exist yet. It is not created if this fails.
-            workers: the number of processes that call it, each of which imports the module in which
-                it is; 0 for this one.
-            num_frames: the number of steps to map at most, the first ones; None for all.
-            by: "step", or "episode": the function maps an episode, leaves `[T, ...]`, to another
-                of any length, or to None, which leaves it out.
-            jit: True for a function of JAX. It is compiled once, and mapped by `vmap` over blocks
-                of steps.
-            cast: with `jit`, True to convert numbers of 64 bits to 32, if JAX has no others; an
-                integer that does not fit is an error. If False, they are errors.
-            progress: True for a bar; None for one where stderr is a terminal.
+            function: the function from one step in TED, leaves `[...]`, to a step. Leaves, shapes
+                and dtypes may change, but must be the same in all results, which must have
+                `next/reward`, `next/terminated` and `next/truncated`.
+            dest: the path of the new folder, which must not exist. A failure leaves nothing there.
+            workers: the number of processes that call the function and import the module that
+                defines it; 0 to call it in this process.
+            num_frames: the maximum number of steps to write, the first ones; None for all.
+            by: "step"; or "episode" if the function takes an episode, leaves `[T, ...]`, and
+                returns an episode of any length, or None to leave the episode out.
+            jit: True if the function is written in JAX. It is compiled once, and applied to blocks
+                of steps by `vmap`.
+            cast: with `jit`, True to convert 64-bit numbers to 32 bits unless `jax_enable_x64` is
+                set; one that does not fit is an error. If False, such leaves are errors.
+            progress: True to show a bar; None to show it if stderr is a terminal.
 
         Returns:
             The new dataset.
 
         Raises:
-            RuntimeError: the function failed, or returned something else than before, or cannot be
-                sent to a process; the message names the episode and the step, and the cause is the
-                error.
-            ValueError: there is something at `dest`; or no step was left.
-            TypeError: with `jit`, numbers of 64 bits.
+            RuntimeError: the function failed or returned other leaves than before, or a process
+                failed; the message names the episode and the step, and the cause is the error.
+            ValueError: `dest` exists; or there was no step to write.
+            TypeError: `function` cannot be sent to other processes; or, with `jit`, a leaf has a
+                64-bit dtype that JAX lacks.
         """
         preprocessing.preprocess(self, function, dest, workers, num_frames, by, jit, cast, progress)
         path = authoring.absolute_path(dest, "dest")
@@ -332,7 +331,7 @@ class Dataset(Sequence[Episode]):
         return Dataset(path, format, description, np.arange(len(description.lengths)))
 
     def only(self, numbers: np.ndarray) -> Self:
-        """Returns the dataset of these of the source's episodes."""
+        """Returns the dataset of the source's episodes at the indices `numbers`, int64 `[K]`."""
         return dataclasses.replace(self, numbers=np.asarray(numbers, np.int64))
 
     def __repr__(self) -> str:
@@ -355,14 +354,17 @@ class Dataset(Sequence[Episode]):
 
     @property
     def _is_marked(self) -> bool:
-        """True if episodes have `next/valid`: the same for all slices of a set."""
+        """True if episodes have a leaf `next/valid`; all slices of a dataset agree on this."""
         cut = self.description.cut
         return self.final == "keep" and cut is not None and bool(cut.any())
 
     def _read(
         self, read: Callable[[Source, list[int]], Iterator[Episode]], each: bool
     ) -> Iterator[Episode]:
-        """Yields blocks of steps with all flags, episodes with `each`; refuses changed files."""
+        """Yields blocks of steps with all flags; raises if the files have changed.
+
+        If `each` is True, each block is one episode.
+        """
         lengths = self.description.lengths[self.numbers]
         stops, total, stop, number = np.cumsum(lengths), int(lengths.sum()), 0, -1
         last, cut = (stops - 1)[lengths > 0], self.cut[lengths > 0]
@@ -377,7 +379,7 @@ class Dataset(Sequence[Episode]):
                     yield self._with_flags(block, ends, lacking, start, stop)
                 if stop != total:
                     raise IndexError("there are fewer episodes")
-            except IndexError as error:  # as formats raise where an episode is missing
+            except IndexError as error:  # formats raise it for a missing episode
                 what = "episode" if each else "block"
                 raise ValueError(
                     f"expected {total} steps in all, as when the dataset was opened, got {stop} up "
@@ -387,7 +389,10 @@ class Dataset(Sequence[Episode]):
     def _with_flags(
         self, block: Episode, ends: np.ndarray, lacking: np.ndarray, start: int, stop: int
     ) -> Episode:
-        """Returns a block of the steps from `start` to `stop` with all flags."""
+        """Returns the block with the steps `start` to `stop`, with all flags.
+
+        `ends` are the last steps of episodes, and `lacking` those without a next observation.
+        """
         ends, lacking = (
             steps[slice(*np.searchsorted(steps, [start, stop]))] - start
             for steps in (ends, lacking)

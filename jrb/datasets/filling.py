@@ -1,6 +1,6 @@
-"""A dataset as rows of time, and written to a buffer in pieces of one size.
+"""Functions that deal a dataset's episodes to environments, and write them to a buffer.
 
-E environments, T rows of time.
+E environments. A row holds one step of every environment.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jrb.datasets.output import track
 from jrb.loops import jitted
 from jrb.state import BufferState
 
-_PIECE = 8 << 20  # bytes
+_PIECE = 8 << 20  # the maximum bytes of a piece that is written at once
 _BETWEEN = 512 << 20  # bytes between two commits
 
 _log = logging.getLogger("jrb.datasets")
@@ -27,17 +27,17 @@ _log = logging.getLogger("jrb.datasets")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Streams:
-    """A dataset as rows of time."""
+    """A dataset whose episodes are dealt to environments; each has a stream of steps."""
 
-    datasets: tuple[Any, ...]  # of each environment; each episode is in one of them
-    num_envs: int | None  # E, or None for one stream
-    rows: int  # steps of the longest stream
-    is_even: bool  # True if all streams are of one length
-    row_bytes: int  # bytes of a row of time
+    datasets: tuple[Any, ...]  # the episodes of each environment
+    num_envs: int | None  # E; None for a single stream without an axis of environments
+    rows: int  # the number of steps of the longest stream
+    is_even: bool  # True if all streams have the same length
+    row_bytes: int  # the bytes of one step of all environments
 
 
 def streams(dataset: Any, num_envs: int | None) -> Streams:
-    """Gives each episode, in their order, to the environment that has the fewest steps so far."""
+    """Deals episodes in order, each to the environment that has the fewest steps so far."""
     steps, numbers = [0] * (num_envs or 1), [[] for _ in range(num_envs or 1)]
     for number, length in enumerate(dataset.lengths.tolist()):
         env = steps.index(min(steps))
@@ -51,10 +51,10 @@ def streams(dataset: Any, num_envs: int | None) -> Streams:
 def written(
     flow: Streams, buffer: ReplayBuffer, state: BufferState, rows: int, show: bool | None
 ) -> Iterator[tuple[BufferState, int, bool]]:
-    """Writes the rows from this one on to a state, which is donated.
+    """Writes the rows of `flow` from the row `rows` on to a state, which is donated.
 
-    Yields the state after each piece, the number of its rows, and True if it is time to commit.
-    Warns of rewards that are NaN or infinite, which are kept.
+    Yields, after each piece, the state, the number of rows written, and True if a commit is due.
+    Rewards that are NaN or infinite are kept; a warning is logged.
     """
     methods, last, num_odd, first_odd = jitted(buffer), rows, 0, np.inf
     with track(flow.rows, "reading", show) as advance:
@@ -88,10 +88,10 @@ def written(
 
 
 def _pieces(flow: Streams, start: int) -> Iterator[tuple[Episode, Any, int]]:
-    """Yields the rows from `start` on, as many each time: one program writes all of them.
+    """Yields items, mask and row count of equally long pieces, from the row `start` on.
 
-    Items have zeros where a stream has ended, and a mask, None where all are there. The number is
-    that of the rows of time.
+    All pieces have one length, so that one compiled program writes them. Items are zero, and the
+    mask is False, where a stream has ended. Full pieces of equally long streams have no mask.
     """
     size = max(1, min(_PIECE // flow.row_bytes, flow.rows - start))
     parts = [regrouped(_after(dataset, start), size) for dataset in flow.datasets]
@@ -113,7 +113,7 @@ def _pieces(flow: Streams, start: int) -> Iterator[tuple[Episode, Any, int]]:
 
 
 def _after(dataset: Any, skip: int) -> Iterator[Episode]:
-    """Returns the blocks of a dataset without its first `skip` steps."""
+    """Yields the blocks of a dataset without its first `skip` steps."""
     ends = np.cumsum(dataset.lengths)
     first = int(np.searchsorted(ends, skip, side="right"))
     skip -= int(ends[first - 1]) if first else 0

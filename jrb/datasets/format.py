@@ -1,7 +1,4 @@
-"""The base class of all formats, and functions on blocks of steps.
-
-K episodes, T steps of one.
-"""
+"""The base class of formats, and functions on steps. K episodes, T steps of an episode."""
 
 import abc
 import dataclasses
@@ -19,12 +16,13 @@ from jrb.authoring import MAX_EXPANSION
 Episode = dict[str, Any]
 """An episode in TED: a nested dict of NumPy arrays `[T, ...]`.
 
-`observation`, `action`, `next: {observation, reward, terminated, truncated}`, and whatever else the
-files have for every step, under its own name. Without `reward` where the files have none.
+It has `observation`, `action`, `next: {observation, reward, terminated, truncated}`, and all other
+arrays that the files have for every step, under their own names. `reward` is missing if the files
+have none.
 """
 
 Source = Any
-"""The path of a file or a folder, as a string; or what some formats take in place of one."""
+"""The path of a file or folder, or an object that a format reads, such as a list of episodes."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,13 +30,13 @@ class Description:
     """The facts about a dataset before its steps are read.
 
     Attributes:
-        spec: of one step, in TED: a nested dict of `jax.ShapeDtypeStruct`, in the files' dtypes.
-        lengths: int64 `[K]`, the steps of each episode.
-        cut: bool `[K]`, True if the observation after the last step is needed and in no file, as
-            the episode did not terminate. Then it is zeros. None if the files have all of them.
-        facts: about each episode, arrays `[K]` by name, such as `seed` and `id`.
-        metadata: what the files say of themselves: environment, author, spaces.
-        notes: sentences for readers of the data: what was lost, left out or assumed.
+        spec: one step in TED, a nested dict of `jax.ShapeDtypeStruct` in the files' dtypes.
+        lengths: the number of steps of each episode, int64 `[K]`.
+        cut: bool `[K]`, True for episodes that did not terminate and lack the observation after
+            their last step, which is read as zeros. None if the files have all observations.
+        facts: facts about each episode, arrays `[K]` by name, such as `seed` and `id`.
+        metadata: facts about the whole dataset, such as environment, author and spaces.
+        notes: sentences for users about data that was lost or left out, and about assumptions.
     """
 
     spec: Any
@@ -51,18 +49,19 @@ class Description:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Format(abc.ABC):
-    """A layout of files. A subclass is a frozen dataclass, whose fields are the options it has.
+    """The base class of file formats. A subclass is a frozen dataclass with its options as fields.
 
-    Three methods are enough. With `pick` an episode is found without reading those before it, with
-    `blocks` whole stretches are read at once, and with `rewards` nothing but these.
+    A subclass must define `matches`, `describe` and `episodes`. It may define `pick` to find an
+    episode without reading those before it, `blocks` to read many steps at once, and `rewards` to
+    read nothing else.
 
     Attributes:
-        name: what `jrb.datasets.open(path, format=...)` calls it.
-        looks_for: what it matches, for the error where no format does.
+        name: the name for `jrb.datasets.open(path, format=...)`.
+        looks_for: the files that match, in words, for the error when no format matches.
         max_expansion: the largest ratio of the size of arrays in memory to that of their files.
             Arrays above 32 MiB that exceed it are refused before memory is allocated.
-        own_files: a regular expression for the names of the files in a folder that are the
-            layout's, below the folder; by default of none. Nothing else is ever removed.
+        own_files: a regular expression for the names, relative to a dataset's folder, of the files
+            that belong to the format; by default none. `jrb.datasets.delete` removes no others.
     """
 
     name: ClassVar[str]
@@ -72,31 +71,33 @@ class Format(abc.ABC):
     max_expansion: float = dataclasses.field(default=MAX_EXPANSION, repr=False, kw_only=True)
 
     def is_own(self, source: str, name: str) -> bool:
-        """Returns whether a file is the layout's, by its name below the folder of the source."""
+        """Returns True if the file `name`, relative to the folder `source`, is the format's own."""
         return re.fullmatch(self.own_files, name) is not None
 
     @abc.abstractmethod
     def matches(self, source: Source) -> bool:
-        """Returns True if this is of the format; looks at names and shapes only."""
+        """Returns True if the source has this format; looks at names and shapes only."""
 
     def snapshot(self, source: Source) -> "Format":
-        """Returns the format for the files of now, where they may change; by default, itself.
+        """Returns a format that reads only what the source holds now; by default, itself.
+
+        Formats whose files can change while they are open override it.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: the source is damaged.
         """
         return self
 
     @abc.abstractmethod
     def describe(self, source: Source) -> Description:
-        """Returns the facts about the source; reads nothing large."""
+        """Returns the facts about the source, without reading large arrays."""
 
     @abc.abstractmethod
     def episodes(self, source: Source) -> Iterator[Episode]:
-        """Yields all episodes, as many as `describe` says."""
+        """Yields all episodes in order, as many as `describe` gives lengths for."""
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """Yields the episodes of these numbers, in their order; by default, reads all."""
+        """Yields the episodes at the indices `numbers`; by default, reads all before them too."""
         place, episodes = 0, iter(())
         for number in numbers:
             if number < place or place == 0:
@@ -107,17 +108,17 @@ class Format(abc.ABC):
             yield next(episodes)
 
     def blocks(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """Yields the steps of these episodes in blocks that may hold several."""
+        """Yields the steps of these episodes in blocks that may join or divide episodes."""
         return self.pick(source, numbers)
 
     def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[Any]:
-        """Yields the rewards `[T]` of these episodes; nested dicts of them for several agents."""
+        """Yields the rewards of each of these episodes, `[T]`, or a dict of them by agent."""
         for episode in self.pick(source, numbers):
             yield episode["next"]["reward"]
 
 
 class Indexed(Format):
-    """A format whose files say where each episode is: `pick` in place of `episodes`."""
+    """A format that finds each episode by its index; subclasses define `pick`, not `episodes`."""
 
     def episodes(self, source: Source) -> Iterator[Episode]:
         """Yields all episodes."""
@@ -125,7 +126,7 @@ class Indexed(Format):
 
     @abc.abstractmethod
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """Yields the episodes of these numbers, in their order."""
+        """Yields the episodes at the indices `numbers`, in that order."""
 
 
 def rows_of(block: Episode) -> int:
@@ -134,12 +135,12 @@ def rows_of(block: Episode) -> int:
 
 
 def sliced(block: Episode, part: Any) -> Episode:
-    """Returns some steps of a block: those of a slice, a mask or an index."""
+    """Returns the steps of a block at a slice, a mask or an index."""
     return jax.tree.map(operator.itemgetter(part), block)
 
 
 def regrouped(blocks: Iterator[Episode], rows: int) -> Iterator[Episode]:
-    """Yields the same steps in blocks of `rows`; the last may be shorter."""
+    """Yields the steps of `blocks` in blocks of `rows` steps; the last may be shorter."""
     join = lambda parts: jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
     parts: list[Episode] = []
     count = 0
@@ -157,7 +158,7 @@ def regrouped(blocks: Iterator[Episode], rows: int) -> Iterator[Episode]:
 
 
 def spec_of(arrays: Any) -> Any:
-    """Returns the spec of one step, from arrays `[T, ...]` or what has shapes and dtypes."""
+    """Returns the spec of one step of arrays `[T, ...]`, or of objects with such shapes."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), native(leaf.dtype)),
         arrays,
@@ -166,5 +167,5 @@ def spec_of(arrays: Any) -> Any:
 
 
 def native(dtype: DTypeLike) -> np.dtype:
-    """Returns a dtype in this machine's order of bytes."""
+    """Returns a dtype with this machine's byte order."""
     return np.dtype(np.dtype(dtype).type)

@@ -1,4 +1,4 @@
-"""Several datasets as one, and as one stream of batches. K episodes."""
+"""Functions that join several datasets into one, or mix them in batches. K episodes."""
 
 import dataclasses
 import itertools
@@ -16,17 +16,17 @@ from jrb.mix import Mix, States
 
 @dataclasses.dataclass(frozen=True)
 class Concatenation(Indexed):
-    """Datasets one after the other. The source is a tuple of them."""
+    """The format of several datasets, one after the other. The source is a tuple of datasets."""
 
     name: ClassVar[str] = "joined"
     looks_for: ClassVar[str] = "a tuple of datasets, as jrb.datasets.concatenate makes it"
 
     def matches(self, source: Source) -> bool:
-        """Returns True for such a tuple."""
+        """Returns True for a tuple of datasets."""
         return isinstance(source, tuple) and all(isinstance(part, Dataset) for part in source)
 
     def describe(self, source: Source) -> Description:
-        """Returns the facts about all; `dataset` among them is the number of the dataset."""
+        """Returns the facts about all episodes; `dataset` is the index of an episode's dataset."""
         concat = np.concatenate
         names = set.intersection(*(set(part.facts) for part in source))
         facts = {name: concat([part.facts[name] for part in source]) for name in sorted(names)}
@@ -43,15 +43,15 @@ class Concatenation(Indexed):
         )
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """Yields the episodes of these numbers."""
+        """Yields the episodes at the indices `numbers`."""
         return map(_without_marks, _through(source, numbers, iter))
 
     def blocks(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """Yields their steps in blocks, as each of the datasets is best read."""
+        """Yields the steps of these episodes in the blocks that each dataset chooses."""
         return map(_without_marks, _through(source, numbers, Dataset.blocks))
 
     def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[Any]:
-        """Yields the rewards of these episodes only."""
+        """Yields the rewards of these episodes, without reading other leaves."""
         read = lambda part: part.format.rewards(part.source, part.numbers.tolist())
         return _through(source, numbers, read)
 
@@ -59,7 +59,7 @@ class Concatenation(Indexed):
 def _through(
     source: tuple[Dataset, ...], numbers: Sequence[int], read: Callable[[Dataset], Iterator[Any]]
 ) -> Iterator[Any]:
-    """Reads these episodes; those of one dataset in a row are read together."""
+    """Yields what `read` reads of these episodes; consecutive ones of a dataset are one call."""
     first = np.cumsum([0, *map(len, source)])
     which = np.searchsorted(first, numbers, side="right") - 1
     for part, group in itertools.groupby(zip(which.tolist(), numbers, strict=True), lambda x: x[0]):
@@ -68,7 +68,7 @@ def _through(
 
 
 def _without_marks(step: Any) -> Any:
-    """Returns a step, or a spec, without the flags that datasets add."""
+    """Returns a step, or its spec, without `valid` and `done`, which datasets add."""
     after = {name: leaf for name, leaf in step["next"].items() if name not in ("valid", "done")}
     return {**step, "next": after}
 
@@ -76,13 +76,14 @@ def _without_marks(step: Any) -> Any:
 def concatenate(*datasets: Dataset) -> Dataset:
     """Returns several datasets as one: the episodes of the first, then of the second, and so on.
 
-    `facts["dataset"]`, int64 `[K]`, says where an episode is from; other facts are those that all
-    have. Where one of them lacks next observations, all have a leaf `next/valid`.
+    `facts["dataset"]`, int64 `[K]`, is the index of each episode's dataset; other facts are kept
+    if all datasets have them. If one dataset lacks next observations, all episodes have a leaf
+    `next/valid`.
 
     Raises:
-        ValueError: steps of other structure, shape or dtype than those of the first; the message
-            names the leaf.
-        TypeError: something else than datasets.
+        ValueError: a dataset's steps differ from those of the first in structure, shape or dtype;
+            the message names the leaf.
+        TypeError: an argument is not a dataset.
     """
     _check_alike(_numbered(datasets))
     description = Concatenation().describe(datasets)
@@ -90,7 +91,7 @@ def concatenate(*datasets: Dataset) -> Dataset:
 
 
 def _check_alike(datasets: Mapping[str, Any]) -> None:
-    """Raises unless these are datasets, whose steps are the same but for marks."""
+    """Raises unless all are datasets whose steps have the same spec, `next/valid` aside."""
     first: dict[str, str] = {}
     for name, part in datasets.items():
         if not isinstance(part, Dataset):
@@ -116,22 +117,22 @@ def mix(
     batch_size: int | None = None,
     **parts: Any,
 ) -> tuple[Mix, States]:
-    """Returns a mix of several datasets, which have exact parts of each batch.
+    """Returns a `jrb.Mix` that takes a fixed share of every batch from each dataset.
 
     Args:
-        datasets: by name, or in a sequence.
-        weights: the relative shares of the datasets in a batch, in the same form; numbers of at
-            least 0. None for shares in proportion to the numbers of steps.
-        batch_size: B, unless a draw names its own.
+        datasets: the datasets, as a dict by name or as a sequence.
+        weights: the relative shares of the datasets in a batch, a dict or sequence like
+            `datasets`; numbers of at least 0. None for shares in proportion to the steps.
+        batch_size: the batch size B for calls that give none.
         parts: further arguments of `Dataset.buffer`, the same for all.
 
     Returns:
         The mix, and the states of its buffers, in the order of the datasets.
 
     Raises:
-        ValueError: datasets of other structure, as for `concatenate`; weights for others, or that
-            are no shares.
-        TypeError: as `concatenate`.
+        ValueError: the datasets' steps differ, as for `concatenate`; or the weights do not match
+            the datasets, are negative or not finite, or are all 0.
+        TypeError: one of the datasets is something else.
     """
     named = dict(datasets) if isinstance(datasets, Mapping) else _numbered(datasets)
     _check_alike(named)

@@ -1,4 +1,4 @@
-"""Opens, lists and removes datasets."""
+"""Functions that open, list and delete datasets."""
 
 import contextlib
 import dataclasses
@@ -20,39 +20,39 @@ from jrb.datasets.format import Format, Source
 from jrb.datasets.formats import OURS
 from jrb.datasets.formats.arrays import check_whole
 
-_DEPTH = 3  # folders, as Minari has them
+_DEPTH = 3  # nested folders that `list` searches: Minari's `namespace/name-v0` is two of them
 _MINARI_ID = re.compile(r"([-\w]+/)*[-\w]+-v\d+")
 
 
 class UnknownFormatError(ValueError):
-    """No format matches the files at a path."""
+    """Raised if no format matches the files at a path."""
 
 
 @escaped_errors()
 def open(
     source: Source, *, format: str | Format | None = None, final: str = "keep", **options: Any
 ) -> Dataset:
-    """Opens a dataset, whatever library wrote it; reads no more than it needs to describe it.
+    """Opens a dataset in the files of any known format; reads only what describes it.
 
     Args:
-        source: the path of a file, or of a folder; or the id of a Minari dataset on this machine,
-            such as "D4RL/door/human-v2", if there is nothing at that path. For RLDS episodes: a
-            sequence of them, anything else that can be gone through again and again, a function
-            that returns an iterator, or an iterator, which is taken into memory.
-        format: the name of a format, or one of your own (`jrb.datasets.Format`); None to recognise
-            it by the contents of the files.
-        final: what happens to a last step whose next observation is in no file, of an episode that
-            did not terminate: "keep" marks it by `next/valid`, "drop" leaves it out.
+        source: the path of a file or folder; or, if no such path exists, the id of a Minari
+            dataset on this machine, such as "D4RL/door/human-v2". For RLDS: a sequence of
+            episodes, another iterable that can be repeated, a function that returns an iterator,
+            or an iterator, whose episodes are all read into memory.
+        format: the name of a format, or a `jrb.datasets.Format`; None to recognise the format by
+            the contents of the files.
+        final: the treatment of the last step of an episode that did not terminate, if the files
+            lack its next observation: "keep" marks it by `next/valid`, "drop" leaves it out.
         options: fields of the format, such as `horizon` for D4RL or `mapping` for plain arrays.
             All formats have `max_expansion`, the largest ratio of the size of arrays in memory to
             that of their files, 100 by default. Damaged or hostile files may declare more.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
-        ValueError: no format matches it, with what was looked for; the files are damaged, or
-            declare more than `max_expansion` times what they store; or the path is that of a pipe,
-            a socket or a device.
-        TypeError: an option that the format does not have.
+        FileNotFoundError: the path does not exist.
+        ValueError: no format matches (the message says what each looks for); the files are
+            damaged, or declare more than `max_expansion` times what they store; or the path is
+            that of a pipe, a socket or a device.
+        TypeError: the format does not have one of the options.
     """
     checks.choice("final", final, ("keep", "drop"))
     if isinstance(source, str | os.PathLike):
@@ -76,10 +76,11 @@ def open(
 
 
 def _minari_set(name: Any, path: Any) -> str:
-    """Returns the folder of a local Minari dataset by its id, where nothing is at a path.
+    """Returns the folder of the local Minari dataset with the id `name`.
 
     Raises:
-        FileNotFoundError: it is no id, or none of a dataset on this machine.
+        FileNotFoundError: `name` is not an id, or this machine has no such dataset; the message
+            says that `path` does not exist.
     """
     if not isinstance(name, str) or not _MINARI_ID.fullmatch(name):
         raise FileNotFoundError(f"{path}: no such file or directory.")
@@ -94,18 +95,18 @@ def _minari_set(name: Any, path: Any) -> str:
 
 
 def formats() -> dict[str, Format]:
-    """All formats by name, in the order in which they are asked; other packages' come first."""
+    """Returns all formats by name, in the order they are tried; other packages' come first."""
     return {format.name: format for format in (*_installed_formats(), *OURS)}
 
 
 @functools.cache
 def _installed_formats() -> tuple[Format, ...]:
-    """Returns the formats of other packages: entry points of the group `jrb.datasets`."""
+    """Returns the formats that other packages define as entry points of `jrb.datasets`."""
     return tuple(e.load()() for e in importlib.metadata.entry_points(group="jrb.datasets"))
 
 
 def choose_format(source: Source, format: str | Format | None = None) -> Format:
-    """Returns the format of a source: the one that is named, or the first that matches it."""
+    """Returns the format given as object or name, or else the first that matches the source."""
     if isinstance(format, Format):
         return format
     by_name = formats()
@@ -127,13 +128,13 @@ def choose_format(source: Source, format: str | Format | None = None) -> Format:
 
 @escaped_errors()
 def list(root: str | os.PathLike[str] | None = None) -> dict[str, Dataset]:
-    """The datasets in a folder, copies that were made by `cache=True` among them, by name.
+    """Returns the datasets in a folder by name, including copies that `cache=True` made.
 
     Args:
         root: the folder; None for the one that `cache=True` uses.
 
     Returns:
-        Names as `delete` takes them, paths below the folder, in their order.
+        The datasets, sorted by name. A name is a path relative to the folder; `delete` takes it.
     """
     folder = copies.root_of(root)
     datasets: dict[str, Dataset] = {}
@@ -154,17 +155,17 @@ def list(root: str | os.PathLike[str] | None = None) -> dict[str, Dataset]:
 
 @escaped_errors()
 def delete(name: str, root: str | os.PathLike[str] | None = None) -> None:
-    """Removes a dataset from the disk: the files of its layout, or nothing if there are others.
+    """Removes a dataset from the disk; removes nothing if its folder has files of another kind.
 
     Args:
-        name: as `list` has it.
+        name: the name that `list` gives the dataset.
         root: the folder; None for the one that `cache=True` uses.
 
     Raises:
-        FileNotFoundError: there is none of this name.
-        ValueError: it is no dataset, or not in the folder; or there are other
-            files in its folder, which the message names.
-        LockedError: it is being made, or written to.
+        FileNotFoundError: the folder has nothing of this name.
+        ValueError: the name is not that of a dataset in the folder; or the dataset's folder has
+            files that do not belong to its format, which the message names.
+        LockedError: another process is writing the dataset.
     """
     path = path_in(name, root)
     with copies.locked(path, wait=False):  # an unfinished copy may be no dataset yet
@@ -174,7 +175,7 @@ def delete(name: str, root: str | os.PathLike[str] | None = None) -> None:
 
 
 def path_in(name: str, root: str | os.PathLike[str] | None) -> str:
-    """Returns the path of a dataset of a folder; raises if there is none of this name."""
+    """Returns the path of the dataset `name` in a folder; raises if it does not exist."""
     folder = copies.root_of(root)
     path = os.path.normpath(os.path.join(folder, name))
     inside = os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep)
@@ -187,9 +188,9 @@ def path_in(name: str, root: str | os.PathLike[str] | None) -> str:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[removal.IsOwn]:
-    """Holds the locks of all that may write to a dataset; yields which files are its own.
+    """Locks a dataset against its writers; yields the function that recognises its own files.
 
-    Refuses what is no dataset, and a folder with files in it that belong to something else.
+    Raises `ValueError` if the path is no dataset, or its folder has files of another kind.
     """
     is_own: removal.IsOwn = lambda path, name: False
     if os.path.islink(path):  # only the link is removed
@@ -203,12 +204,12 @@ def locked(path: str) -> Iterator[removal.IsOwn]:
         with hdf5.locked(path):
             yield is_own
     else:
-        choose_format(path)  # raises where it is no dataset
+        choose_format(path)  # raises if the path is no dataset
         yield is_own
 
 
 def discard(path: str, is_own: removal.IsOwn) -> None:
-    """Removes a file or a link, or the files in a folder that are its layout's own."""
+    """Removes a file, a link, or a folder's files for which `is_own` is true."""
     if os.path.isdir(path) and not os.path.islink(path):
         removal.discard(path, is_own)
     else:

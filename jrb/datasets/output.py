@@ -1,4 +1,4 @@
-"""Files and folders that appear once they are whole, and a bar that shows progress."""
+"""Output that appears at its path only when complete, and a progress bar."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from jrb.authoring import Folder, absolute_path, check_system, checks, require
 
 
 def absent(path: str | os.PathLike[str]) -> str:
-    """Returns the absolute path of a place where nothing is, or raises `ValueError`."""
+    """Returns the absolute form of a path; raises `ValueError` if the path exists."""
     target = absolute_path(path)
     if os.path.lexists(target):
         raise ValueError(
@@ -23,9 +23,9 @@ def absent(path: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yields a path for a new file or folder, which is synced and renamed to `path`.
+    """Yields a temporary path to write to; afterwards syncs the result and renames it to `path`.
 
-    Folders above it are made. After an error nothing is left at either path.
+    Parent folders are created. After an error nothing is left at either path.
     """
     target = absent(path)
     above, name = os.path.split(target)
@@ -41,7 +41,7 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
             Folder(inner).sync()
         if os.path.isfile(new):
             _sync_file(new)
-        absent(target)  # something may have come meanwhile
+        absent(target)  # another program may have created it meanwhile
         folder.replace(temporary, name)
         folder.sync()
     finally:
@@ -57,9 +57,9 @@ def _sync_file(path: str) -> None:
 
 @contextlib.contextmanager
 def track(total: int, text: str, show: bool | None = None) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on stderr; yields a function to call with the number of steps done since.
+    """Shows a progress bar on stderr; yields a function that takes the number of new steps.
 
-    `show` is None for a bar where stderr is a terminal, and rich is installed.
+    If `show` is None, the bar appears only if stderr is a terminal and rich is installed.
     """
     if show is not None:
         checks.flag("progress", show)

@@ -1,7 +1,4 @@
-"""All steps, or all episodes, through a function, into a new dataset on the disk.
-
-K episodes, T steps.
-"""
+"""Applies a function to a dataset and writes the results as a new one. K episodes, T steps."""
 
 import concurrent.futures
 import contextlib
@@ -29,20 +26,20 @@ from jrb.datasets.recording.parts import RecordedLeaf, RecordingSchema
 from jrb.keys import within
 from jrb.layouts.names import Leaves, flatten
 
-_BLOCK = 4 << 20  # bytes of steps that are mapped together
-_MOST = 4096  # steps that are mapped together
+_BLOCK = 4 << 20  # the maximum bytes of a block of steps
+_MOST = 4096  # the maximum number of steps of a block
 _REWARD, _VALID = "next/reward", "next/valid"
 _FLAGS = (parts.TERMINATED, parts.TRUNCATED)
 
 Function = Callable[[Any], Any]
 
 Mapped = tuple[Leaves, np.ndarray, np.ndarray]
-"""Leaves `[T, ...]` by name; the steps that end an episode, bool `[T]`; and the numbers of the
-source's episodes that end there, int64."""
+"""Leaves `[T, ...]` by name; bool `[T]`, True for steps that end an episode; and the indices of
+these episodes in the source, int64, one for each True."""
 
 
 class Failure(NamedTuple):
-    """The step in a block that was not mapped, None if a process failed, and the error."""
+    """An error, and the index in its block of the step that failed; None if a process failed."""
 
     place: int | None
     error: Exception
@@ -52,10 +49,10 @@ Forms = dict[str, tuple[np.dtype, tuple[int, ...]]]
 """Dtypes and shapes of one step by name."""
 
 Result = Leaves | Failure | None
-"""The leaves of a block by name; None for an episode that is left out."""
+"""The leaves of a mapped block by name; a failure; or None for an episode to leave out."""
 
 Run = Callable[[Iterator[Episode]], Iterator[tuple[Episode, Result]]]
-"""Maps blocks of steps, or episodes; yields them with their results, in their order."""
+"""A function that maps blocks of steps or episodes, and yields each with its result, in order."""
 
 
 def preprocess(
@@ -69,7 +66,7 @@ def preprocess(
     cast: bool,
     progress: bool | None,
 ) -> None:
-    """Maps steps or episodes; see `Dataset.preprocess`."""
+    """Checks the arguments of `Dataset.preprocess`, maps the steps, and writes the dataset."""
     checks.choice("by", by, ("step", "episode"))
     checks.flag("jit", jit)
     checks.flag("cast", cast)
@@ -84,7 +81,7 @@ def preprocess(
             f"jit: expected workers=0 and by='step', got workers={workers} and by={by!r}: a "
             "function of JAX is mapped over blocks of steps, in this process."
         )
-    # A pool of Python 3.11 may wait for ever when what it sends cannot be pickled.
+    # Python 3.11's process pool may hang if an argument cannot be pickled.
     if workers and not _can_be_sent(function):
         raise TypeError(
             f"function: expected one that other processes can import, got {function!r}. Put it at "
@@ -106,7 +103,7 @@ def preprocess(
 
 
 def _write(folder: str, mapped: Iterator[Mapped], dataset: Any) -> None:
-    """Writes mapped steps as the parts of a recording, and what the dataset says of episodes."""
+    """Writes mapped steps as the parts of a recording, with facts, metadata and notes."""
     writer, blocks = parts.new_writer_name("dataset"), []
     num_parts = num_bytes = num_episodes = step = 0
     kept = [np.zeros(0, np.int64)]
@@ -148,13 +145,13 @@ def _write(folder: str, mapped: Iterator[Mapped], dataset: Any) -> None:
 
 
 def _about(dataset: Any, episodes: np.ndarray) -> dict[str, Any]:
-    """Returns what stays true of the episodes of these numbers: facts, metadata and notes."""
+    """Returns the facts, metadata and notes that stay true of the `episodes` of a dataset."""
     is_numeric = lambda fact: fact.dtype.kind in "biuf"
     metadata: dict[str, Any] = {}
     for name, value in dataset.metadata.items():  # entries that JSON lacks are left out
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             metadata[name] = json.loads(json.dumps(value))
-    # What is said of next observations is derived again, unless their steps were left out.
+    # The new dataset finds out which steps lack a next observation, unless they were dropped.
     notes = dataset.notes if dataset.final == "drop" else dataset.description.notes
     facts = {name: each[episodes] for name, each in dataset.facts.items() if is_numeric(each)}
     return {"notes": notes, "metadata": metadata, "facts": facts}
@@ -163,7 +160,7 @@ def _about(dataset: Any, episodes: np.ndarray) -> dict[str, Any]:
 def _by_step(
     dataset: Any, run: Run, rows: int, num_frames: int | None, progress: bool | None
 ) -> Generator[Mapped, None, None]:
-    """Maps steps, `rows` at a time."""
+    """Maps the first `num_frames` steps, `rows` at a time; yields the mapped blocks."""
     bounds, total = np.cumsum(dataset.lengths), int(dataset.lengths.sum())
     total = min(total, num_frames or total)
     is_end = np.zeros(total, bool)
@@ -199,7 +196,7 @@ def _by_step(
 def _by_episode(
     dataset: Any, run: Run, num_frames: int | None, progress: bool | None
 ) -> Generator[Mapped, None, None]:
-    """Maps episodes, one by one."""
+    """Maps whole episodes, up to `num_frames` steps of results; yields the mapped episodes."""
     numbers = np.flatnonzero(dataset.lengths > 0)
     steps, first = 0, {}
     with track(len(numbers), "preprocessing", progress) as advance:
@@ -222,11 +219,11 @@ def _by_episode(
                 break
 
 
-# Calls of the function.
+# Calls of the user's function.
 
 
 def _map_steps(function: Function, block: Episode) -> Result:
-    """Maps a block of steps, one by one."""
+    """Applies the function to each step of a block."""
     steps: list[Leaves] = []
     first: Forms = {}
     for row in range(rows_of(block)):
@@ -239,7 +236,7 @@ def _map_steps(function: Function, block: Episode) -> Result:
 
 
 def _map_episode(function: Function, episode: Episode) -> Result:
-    """Maps an episode; None if the function returns that."""
+    """Applies the function to an episode; returns None if the function does."""
     try:
         result = function(episode)
         if result is None:
@@ -258,7 +255,7 @@ def _map_episode(function: Function, episode: Episode) -> Result:
 
 
 def _compiled(function: Function, cast: bool, spec: Any, rows: int) -> Callable[[Episode], Result]:
-    """Returns what maps blocks of steps by a function of JAX, all in the shape of the first."""
+    """Returns a function that maps blocks of up to `rows` steps with one compiled program."""
     compiled = jax.jit(jax.vmap(function))
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         if not cast and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
@@ -282,7 +279,7 @@ def _compiled(function: Function, cast: bool, spec: Any, rows: int) -> Callable[
         return narrowed
 
     def call(block: Episode) -> Result:
-        # A block that is shorter is filled up with its last step.
+        # A shorter block is padded with its last step, so that nothing is compiled again.
         count = rows_of(block)
         index = np.minimum(np.arange(rows), count - 1)
         try:
@@ -295,7 +292,7 @@ def _compiled(function: Function, cast: bool, spec: Any, rows: int) -> Callable[
 
 
 def _flat(item: Any) -> Leaves:
-    """Returns the arrays of what a function returned, by name."""
+    """Returns the arrays of the function's result by name; raises if one is not numeric."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(item):
         where, is_masked = f"leaf '{leaf_name(path)}'", np.ma.is_masked(leaf)
         check(not is_masked, where, "values everywhere", "a masked array. Fill it")
@@ -306,7 +303,10 @@ def _flat(item: Any) -> Leaves:
 
 
 def _checked(result: Result, first: Forms, where: Callable[[int], str]) -> tuple[Leaves, Forms]:
-    """Returns the leaves of a result, none if it is left out, and the forms of the first result."""
+    """Returns a result's leaves, none if it is left out, and the forms of the first result.
+
+    Raises `RuntimeError` if the function failed, or a form differs; `where` names the step.
+    """
     if isinstance(result, dict):
         try:
             for name in (_REWARD, *_FLAGS):
@@ -314,7 +314,7 @@ def _checked(result: Result, first: Forms, where: Callable[[int], str]) -> tuple
                 got += "{**step, ...}"
                 present = [leaf for leaf in result if within(leaf, name)]
                 check(present, f"leaf '{name}'", "one in what the function returns", got)
-                if name != _REWARD:  # which may have several leaves, of any shape
+                if name != _REWARD:  # the reward may have several leaves, of any shape
                     is_flag, row = name in result, result[present[0]].shape[1:]
                     check(is_flag and not row, f"leaf '{name}'", "shape () for a step", row)
             first = _same_forms(first, result, 1)
@@ -334,7 +334,7 @@ def _checked(result: Result, first: Forms, where: Callable[[int], str]) -> tuple
 
 
 def _same_forms(first: Forms, leaves: Leaves, lead: int) -> Forms:
-    """Returns the forms of steps after `lead` axes; refuses others than the first, if any."""
+    """Returns the forms of leaves after `lead` axes; raises if they differ from the first ones."""
     forms = {name: (leaf.dtype, leaf.shape[lead:]) for name, leaf in leaves.items()}
     if first and forms != first:
         text = lambda form: f"{form[0]}{list(form[1])}" if form else "no such leaf"
@@ -347,7 +347,7 @@ def _same_forms(first: Forms, leaves: Leaves, lead: int) -> Forms:
 def _in_order(
     call: Callable[[Episode], Result], workers: int, tasks: Iterator[Episode]
 ) -> Iterator[tuple[Episode, Result]]:
-    """Returns the tasks and their results, in their order."""
+    """Yields each task with its result, in order, from this process or from `workers` others."""
     if not workers:
         yield from ((task, call(task)) for task in tasks)
         return
@@ -358,13 +358,13 @@ def _in_order(
             for task in batch:
                 try:
                     result = next(results)
-                except Exception as error:  # of the processes: `call` catches its own
+                except Exception as error:  # a process failed: `call` catches the function's errors
                     result = Failure(None, error)
                 yield task, result
 
 
 def _call_elsewhere(call: Callable[[Episode], Result], task: Episode) -> Result:
-    """Calls the function in another process; an error takes its traceback along as a note."""
+    """Runs a task in a worker process; adds the traceback to an error as a note."""
     result = call(task)
     if isinstance(result, Failure):
         error = result.error if _can_be_sent(result.error) else RuntimeError(repr(result.error))
@@ -374,10 +374,10 @@ def _call_elsewhere(call: Callable[[Episode], Result], task: Episode) -> Result:
 
 
 def _can_be_sent(thing: object) -> bool:
-    """Returns True if another process can receive something, which it imports by its name."""
+    """Returns True if an object can be pickled and sent to another process."""
     try:
         pickler: Any = reduction.ForkingPickler
         pickler.loads(pickler.dumps(thing))
-    except Exception:  # whatever its classes raise
+    except Exception:  # pickling can raise errors of any class
         return False
     return True

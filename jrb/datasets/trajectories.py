@@ -1,6 +1,6 @@
-"""Items in one row, as padded episodes, and back.
+"""Splits items in order of time into padded trajectories, and joins these again.
 
-T rows of time, K trajectories, L the length of the longest.
+T items, K trajectories, L steps of the longest trajectory.
 """
 
 from typing import Any
@@ -16,24 +16,25 @@ from jrb.keys import TED, Keys
 def split_trajectories(
     items: Any, *, keys: Keys = TED, length: int | None = None
 ) -> tuple[Any, Any, Any]:
-    """Returns the trajectories in some items, each padded in a row of its own.
+    """Returns the trajectories of consecutive items as padded rows, with a mask.
 
-    A trajectory ends at a flag (done, terminated or truncated), before another number of
-    `keys.episode` if that is named, and with the last item. `join_trajectories` undoes this.
+    A trajectory ends at a flag (done, terminated or truncated), where the episode number at
+    `keys.episode` changes (if given), and at the last item. `join_trajectories` is the inverse.
 
     Args:
-        items: a pytree of NumPy or JAX arrays `[T, ...]`, in the order of time; outside `jit`, as
-            the shapes depend on the flags.
-        keys: where the flags are.
-        length: L; None for that of the longest trajectory.
+        items: a pytree of NumPy or JAX arrays `[T, ...]` in order of time. Call outside `jit`: the
+            shapes of the result depend on the flags.
+        keys: the paths of the flags in an item.
+        length: the padded length L; None for the length of the longest trajectory.
 
     Returns:
-        A pytree of arrays `[K, L, ...]`, zeros after the end of each trajectory; the mask, bool
-        `[K, L]`, True for items; and bool `[K]`, True for the last one if no flag ends it. JAX
-        arrays, if the items are, else NumPy's.
+        A pytree of arrays `[K, L, ...]`, zero after the end of each trajectory; a mask, bool
+        `[K, L]`, True for items; and bool `[K]`, True for a last trajectory that no flag ends.
+        All are JAX arrays if the items are, else NumPy arrays.
 
     Raises:
-        ValueError: no flags, leaves of unequal length, or trajectories longer than `length`.
+        ValueError: the items have no flags or leaves of unequal length, or a trajectory is longer
+            than `length`.
 
     Example:
         >>> import numpy as np
@@ -60,7 +61,7 @@ def split_trajectories(
             leaf[~mask] = np.zeros((), leaf.dtype)
             return leaf
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return leaf  # keys have no zeros
+            return leaf  # PRNG keys have no zero, so their padding is not zeroed
         shown = jnp.asarray(mask).reshape(*mask.shape, *(1,) * (leaf.ndim - 2))
         return jnp.where(shown, leaf, jnp.zeros((), leaf.dtype))
 
@@ -69,15 +70,15 @@ def split_trajectories(
 
 
 def join_trajectories(padded: Any, mask: Any) -> Any:
-    """Returns padded trajectories one after the other, as `split_trajectories` was given them.
+    """Returns the items `[T, ...]` of padded trajectories; the inverse of `split_trajectories`.
 
     Args:
         padded: a pytree of arrays `[K, L, ...]`.
         mask: bool `[K, L]`, True for items.
 
     Raises:
-        ValueError: a leaf that does not begin with `[K, L]`.
-        TypeError: a mask that is not bool.
+        ValueError: the shape of a leaf does not begin with `[K, L]`.
+        TypeError: the mask is not bool.
     """
     mask = np.asarray(mask)
     if mask.dtype != bool:
@@ -93,14 +94,14 @@ def join_trajectories(padded: Any, mask: Any) -> Any:
 
 
 def lengths(items: Any, *, keys: Keys = TED) -> np.ndarray:
-    """Returns int64 `[K]`, the steps of each trajectory in items `[T, ...]`; see the split."""
+    """Returns the length of each trajectory that `split_trajectories` finds, int64 `[K]`."""
     return np.diff(_ends(items, keys, "lengths")[1], prepend=0)
 
 
 def returns(items: Any, *, keys: Keys = TED) -> Any:
-    """Returns float64 `[K, ...]`, the sum of the rewards of each trajectory in items `[T, ...]`.
+    """Returns the sum of the rewards of each trajectory in items `[T, ...]`, float64 `[K, ...]`.
 
-    A pytree of them where the reward has several leaves, such as one for each agent.
+    If the reward has several leaves, such as one for each agent, returns a pytree of such sums.
 
     Example:
         >>> import numpy as np
@@ -121,9 +122,9 @@ def returns(items: Any, *, keys: Keys = TED) -> Any:
 
 
 def _ends(items: Any, keys: Keys, who: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the items that end a trajectory, bool `[T]`, the last only if it says so.
+    """Returns bool `[T]`, True for items that a flag or a new episode number marks as last.
 
-    And int64 `[K]`, the number of items up to the end of each, where the last item ends one too.
+    Also returns the end of each trajectory, int64 `[K]`; the last item always ends one.
     """
     leaves = jax.tree_util.tree_leaves_with_path(items)
     shapes = {leaf_name(path): np.shape(leaf) for path, leaf in leaves}

@@ -1,7 +1,4 @@
-"""Episodes of a buffer or of a dataset, written in the layouts of D4RL and RLDS.
-
-K episodes, T steps of one.
-"""
+"""Writes episodes in the layouts of D4RL and RLDS. K episodes, L steps of an episode."""
 
 import os
 from collections.abc import Iterator
@@ -35,10 +32,10 @@ _D4RL = {
 def dataset_of(
     who: str, source: Any, state: BufferState | None, roles: tuple[str, ...] = ()
 ) -> tuple[Dataset, dict[str, Any]]:
-    """Returns the episodes with steps of a buffer and its state, or of a dataset, as a dataset.
+    """Returns the non-empty episodes of a buffer and its state, or of a dataset, as a dataset.
 
-    And the specs of the leaves of one step by their names in TED. Items have to have the `roles`,
-    fields of `jrb.Keys`.
+    Also returns the spec of each leaf of a step by its name in TED. Raises if items lack one of
+    the `roles`, which are fields of `jrb.Keys`.
     """
     if isinstance(source, Dataset) and state is None:
         return source.only(source.numbers[source.lengths > 0]), flatten(source.spec, who)
@@ -59,9 +56,9 @@ def dataset_of(
 
 
 def split_flags(episode: Episode) -> tuple[Leaves, np.ndarray, np.ndarray, bool]:
-    """Returns the leaves but flags, terminated and truncated, and False if its end is not known.
+    """Returns an episode's leaves without flags, terminated, truncated, and a bool.
 
-    That is an observation after the last step which is needed and in no file.
+    The bool is False if the observation after the last step is missing (`next/valid`).
     """
     leaves = flatten(episode, "episode")
     _, terminated, truncated = (leaves.pop(name) for name in FLAGS)
@@ -69,13 +66,16 @@ def split_flags(episode: Episode) -> tuple[Leaves, np.ndarray, np.ndarray, bool]
 
 
 def unfinished(dataset: Dataset) -> list[np.ndarray]:
-    """Returns which episodes had not ended, and which may have lost their beginning, bool `[K]`."""
+    """Returns two masks of episodes, bool `[K]`: those still running, and those cut at the start.
+
+    The start of an episode is cut if its first steps may have been overwritten in the ring.
+    """
     facts, none = dataset.facts, np.zeros(len(dataset), bool)
     return [facts.get(n, facts.get(f"is_{n}", none)).astype(bool) for n in ("running", "cut")]
 
 
 def check_roles(who: str, names: Any) -> None:
-    """Raises `ValueError` unless there are leaves of observations, actions, next observations."""
+    """Raises `ValueError` if leaves of observation, action or next observation are missing."""
     for role in ("observation", "action", "next/observation"):
         has_role = any(within(name, role) for name in names)
         got = f"leaves {list(names)}. Name them with keys=jrb.Keys(...)"
@@ -83,7 +83,7 @@ def check_roles(who: str, names: Any) -> None:
 
 
 def first_break(where: str, name: str, before: np.ndarray, after: np.ndarray) -> int | None:
-    """Returns the first step whose next observation is not the observation of the next step."""
+    """Returns the first step whose row of `after` is not the next row of `before`, or None."""
     forms = [f"{rows.dtype} of shape {rows.shape[1:]}" for rows in (before, after)]
     expected = f"rows like those before the action, {forms[0]}"
     check(forms[0] == forms[1], f"{where}: leaf 'next/{name}'", expected, forms[1])
@@ -97,25 +97,25 @@ def write_d4rl(
     buffer: ReplayBuffer | Dataset,
     state: BufferState | None = None,
 ) -> None:
-    """Writes the episodes of a buffer or a dataset in D4RL's layout, one after the other.
+    """Writes the episodes of a buffer or a dataset to an HDF5 file in D4RL's layout.
 
-    Further leaves go below `infos/`. An episode that is still running, or that was cut by
-    `truncate`, ends by a time-out. Attributes of the file count those that run (`running`), and
-    those whose beginning may have been overwritten (`cut`). Of flags, `done` alone is taken for a
-    termination. Where the observation after a last step lacks (`next/valid`), the file has no
-    `next_observations`.
+    Leaves that D4RL does not name are written below `infos/`. Episodes that are still running, or
+    were ended by `truncate`, end by a time-out. Two attributes of the file count the episodes that
+    are still running (`running`), and those whose first steps may have been overwritten (`cut`).
+    If `done` is the only flag, it counts as termination. If a last step lacks its next observation
+    (`next/valid`), the file has no `next_observations`.
 
     Args:
-        path: the new file, which must not exist yet. It is created once it is complete.
-        buffer: the description, with a writer that keeps the order of time; or a dataset, without
-            a state. Observations, actions and rewards are single arrays.
-        state: its state. It is only read, some megabytes at a time; items are written as
-            they are stored.
+        path: the new file, which must not exist. It appears there once it is complete.
+        buffer: a buffer whose writer keeps the order of time, or a dataset, without a state.
+            Observation, action and reward must be single arrays.
+        state: the buffer's state. It is only read, some megabytes at a time; items are written
+            as they are stored.
 
     Raises:
-        ValueError: there is something at the path, there are no steps or no such arrays, or they
-            have a dtype that HDF5 lacks.
-        TypeError: neither a buffer with its state nor a dataset.
+        ValueError: the path exists, there are no steps, or a leaf is missing, nested, or of a
+            dtype that HDF5 lacks.
+        TypeError: `buffer` is neither a buffer with its state nor a dataset.
     """
     dataset, specs = dataset_of("write_d4rl", buffer, state)
     check_roles("write_d4rl", specs)
@@ -152,32 +152,31 @@ def write_d4rl(
 def write_rlds(
     buffer: ReplayBuffer | Dataset, state: BufferState | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Returns the episodes of a buffer or a dataset in RLDS's layout, one by one.
+    """Returns an iterator over the episodes of a buffer or a dataset in RLDS's layout.
 
-    An episode is a dict. `steps` has arrays `[L + 1, ...]`: the observations with the last one,
-    `action`, `reward`, `is_first`, `is_last`, `is_terminal`, and further leaves under their names.
-    What belongs to a step is zero in the last row. Without a leaf `discount`, that is float32, 0
-    for the step that terminated and else 1. Where the observation after a last step lacks
-    (`next/valid`), arrays are `[L, ...]`, and no step `is_last`.
+    An episode is a dict. `steps` has arrays `[L + 1, ...]`: `observation` with the one after the
+    last step, `action`, `reward`, `is_first`, `is_last`, `is_terminal`, and all other leaves under
+    their names. The last row holds only that observation; its other entries are zero. If items
+    have no `discount`, it is float32, 0 at the step that terminates and 1 elsewhere. If the last
+    step lacks its next observation (`next/valid`), arrays are `[L, ...]` and no step `is_last`.
 
-    Beside `steps`, `environment` is the number of the environment. `is_running` is True if the
-    episode has not ended; it is written as truncated. `is_cut` is True if its first steps may have
-    been overwritten. For a dataset, these are its facts. A lone `done` counts as a termination.
+    An episode also has `environment`, the index of its environment; `is_running`, True if it has
+    not ended and is written as truncated; and `is_cut`, True if its first steps may have been
+    overwritten. A dataset's facts provide these. If `done` is the only flag, it means termination.
 
     Args:
-        buffer: the description, with a writer that keeps the order of time; or a dataset, without
-            a state.
-        state: its state. It is only read, some megabytes at a time; items are written as
-            they are stored.
+        buffer: a buffer whose writer keeps the order of time, or a dataset, without a state.
+        state: the buffer's state. It is only read, some megabytes at a time; items are written
+            as they are stored.
 
     Returns:
-        An iterator, which `jrb.datasets.open` takes too.
+        The iterator, which `jrb.datasets.open` accepts.
 
     Raises:
-        ValueError: items have no observation, action or next observation; or, when the iterator
-            reaches the episode, a next observation is not the observation of the next step: RLDS
-            stores each of them once.
-        TypeError: neither a buffer with its state nor a dataset.
+        ValueError: items have no observation, action or next observation; or, raised by the
+            iterator, a next observation differs from the observation of the next step: RLDS
+            stores each observation once.
+        TypeError: `buffer` is neither a buffer with its state nor a dataset.
     """
     dataset, specs = dataset_of("write_rlds", buffer, state)
     check_roles("write_rlds", specs)
@@ -214,7 +213,7 @@ def _steps(where: str, episode: Episode) -> dict[str, Any]:
         name.removeprefix("next/") if within(name, "next/reward") else name: leaf
         for name, leaf in leaves.items()
     }
-    if has_last:  # a last row, with zeros where it has nothing
+    if has_last:  # a further row with the last observation, and zeros for all other leaves
         for name, leaf in rows.items():
             last = after[name][-1:] if name in after else np.zeros_like(leaf[:1])
             rows[name] = np.concatenate([leaf, last])

@@ -1,7 +1,4 @@
-"""Datasets of Minari, written by the `minari` package: HDF5 beside JSON, arrays as they are.
-
-T steps of an episode.
-"""
+"""Writes episodes as a Minari dataset, by the package `minari`. T steps of an episode."""
 
 import collections
 import json
@@ -56,26 +53,27 @@ def write_minari(
     code_permalink: str | None = None,
     description: str | None = None,
 ) -> None:
-    """Writes all episodes that a buffer holds as a dataset of Minari; needs the extra `minari`.
+    """Writes the episodes of a buffer or a dataset as a Minari dataset; needs the extra `minari`.
 
-    `minari.load_dataset(dataset_id)` finds it at `<MINARI_DATASETS_PATH>/<dataset_id>`, and
-    `minari.MinariDataset(path + "/data")` anywhere. Arrays keep their dtypes; images are not
-    compressed as JPEG. The last step of an unfinished episode is marked as truncated, as Minari's
-    collector does. A last step without its next observation (`next/valid`) is left out. The facts
-    `complete` and `cut`, and the metadata's `notes`, list these episodes. Other leaves (but `done`)
-    go into `infos`; `info` and `next/info` are merged. `path` is created only once all is written.
+    `minari.load_dataset(dataset_id)` finds it if `path` is `<MINARI_DATASETS_PATH>/<dataset_id>`;
+    `minari.MinariDataset(path + "/data")` opens it anywhere. Arrays keep their dtypes; images are
+    not compressed as JPEG. The last step of an unfinished episode is marked as truncated, as by
+    Minari's collector. A last step without its next observation (`next/valid`) is left out. Facts
+    mark unfinished episodes (`complete` is False) and those that may lack first steps (`cut`); the
+    metadata's `notes` count all of these. Other leaves except `done` are written to `infos`; `info`
+    and `next/info` become one array. `path` appears once the dataset is complete.
 
     Args:
-        path: the folder of the dataset, which must not exist yet.
-        buffer: the description of a buffer whose items have observation, action, next observation,
-            reward, terminated and truncated; or a dataset, without a state.
+        path: the folder of the dataset, which must not exist.
+        buffer: a buffer whose items have observation, action, next observation, reward,
+            terminated and truncated; or a dataset, without a state.
         state: the buffer's state. It is only read.
-        dataset_id: `<namespace>/<name>-v<number>`; by default the name of the folder.
-        observation_space: a space of Gymnasium, or its JSON as Minari writes it; by default derived
+        dataset_id: `<namespace>/<name>-v<number>`; None for the name of the folder.
+        observation_space: a Gymnasium space, or its JSON as Minari writes it. None to derive it
             from the arrays: a `Box` with the range of the dtype, `Discrete` for single integers,
-            `MultiBinary` for flags, in dicts and tuples.
-        action_space: as `observation_space`.
-        env_spec: Gymnasium's spec of the environment, or its JSON.
+            `MultiBinary` for arrays of bool, nested in `Dict` and `Tuple`.
+        action_space: likewise for actions.
+        env_spec: the environment's Gymnasium spec, or its JSON.
         author: the name of the author, or several names.
         author_email: the email address of the author, or several.
         algorithm_name: the algorithm that chose the actions.
@@ -84,9 +82,9 @@ def write_minari(
 
     Raises:
         ValueError: the path exists, there is no episode, items lack a leaf or have a dtype that
-            HDF5 lacks, spaces do not fit, or a next observation (or `next/info`) is not the
-            observation (or `info`) of the next step: Minari stores each of them once.
-        TypeError: neither a buffer with its state nor a dataset.
+            HDF5 lacks, a space does not fit the arrays, or a next observation (or `next/info`)
+            differs from the next step's observation (or `info`): Minari stores each once.
+        TypeError: `buffer` is neither a buffer with its state nor a dataset.
     """
     target = absent(path)
     name = os.path.basename(target) if dataset_id is None else dataset_id
@@ -118,12 +116,12 @@ def write_minari(
 def _write(
     path: str, episodes: "MinariEpisodes", spaces: dict[str, Any], about: dict[str, Any]
 ) -> None:
-    """Writes all episodes into a new folder, and then what is known after the last one."""
+    """Writes all episodes into a new folder, and then spaces, facts, metadata and notes."""
     os.makedirs(path)
-    require("PIL.Image", "minari")  # which the package imports later, as what follows
+    require("PIL.Image", "minari")  # checked first: the package imports it and pyarrow only later
     require("pyarrow.dataset", "minari")
     package = require("minari.dataset.minari_storage", "minari")
-    # The spaces are known after the last episode; without JPEG the package does not use them.
+    # The spaces are derived from all episodes; without JPEG the package does not use them before.
     any_space = require("gymnasium.spaces", "minari").Discrete(1)
     storage = package.MinariStorage.new(path, any_space, any_space, jpeg_encoding=False)
     storage.update_episodes(episodes)
@@ -148,17 +146,17 @@ def _write(
 
 
 class MinariEpisodes:
-    """Episodes as Minari's storage takes them, and what is known after the last one.
+    """An iterable of episodes for Minari's storage, which gathers facts and notes meanwhile.
 
-    `names` are those of leaves that Minari calls otherwise.
+    `names` maps leaf names in TED to those in which entries of tuples are `_index_0` and so on.
     """
 
     def __init__(self, dataset: Dataset, names: Mapping[str, str]) -> None:
         self._dataset, self._names = dataset, names
-        self.facts: list[dict[str, Any]] = []  # of each episode
+        self.facts: list[dict[str, Any]] = []  # the facts of each written episode
         self.notes: collections.Counter[str] = collections.Counter()
-        self.arrays: Leaves = {}  # of the last episode
-        self._bounds: dict[str, tuple[int, int]] = {}  # of single integers
+        self.arrays: Leaves = {}  # the arrays of the last episode
+        self._bounds: dict[str, tuple[int, int]] = {}  # the bounds of single integers over all
 
     def __iter__(self) -> Iterator[Any]:
         episode_buffer = require("minari.data_collector", "minari").EpisodeBuffer
@@ -183,22 +181,22 @@ class MinariEpisodes:
             yield episode_buffer(**{"infos": {}, **nest(self.arrays)})
 
     def space(self, name: str) -> Any:
-        """Returns the space of the arrays of this name, as wide as they need it."""
+        """Returns the space of the arrays under `name`; integers have bounds of all episodes."""
         return _derived(name, nest(self.arrays)[name], self._bounds)
 
 
 def _space(name: str, given: Any) -> Any:
-    """Returns a space that is given as one of Gymnasium or as JSON."""
+    """Returns a Gymnasium space, which may be given as JSON."""
     if not (isinstance(given, str) or (isinstance(given, dict) and "type" in given)):
         return given
     try:
         return require("minari.serialization", "minari").deserialize_space(given)
-    except Exception as error:  # whatever the package raises over JSON that is no space
+    except Exception as error:  # the package raises various errors for wrong JSON
         raise ValueError(f"{name}: expected JSON of a space, got {given!r}.") from error
 
 
 def _facts(own: Mapping[str, Any], rewards: np.ndarray) -> dict[str, Any]:
-    """Returns the facts about an episode that are single values, and those that Minari adds."""
+    """Returns an episode's facts that are single values, and the statistics that Minari adds."""
     facts: dict[str, Any] = {}
     for name, fact in own.items():
         fact = fact.item() if isinstance(fact, np.generic) else fact
@@ -210,7 +208,7 @@ def _facts(own: Mapping[str, Any], rewards: np.ndarray) -> dict[str, Any]:
 
 
 def _env_spec(given: Any) -> str | None:
-    """Returns a spec as JSON."""
+    """Returns the spec of an environment as JSON text; None if none is given."""
     if given is None:
         return None
     try:
@@ -227,9 +225,9 @@ def _env_spec(given: Any) -> str | None:
 
 
 def _names(specs: Mapping[str, Any], stored: Any) -> dict[str, str]:
-    """Returns the names of leaves in which entries of a tuple are `_index_0` and so on.
+    """Returns a dict from leaf names to names in which entries of tuples are `_index_0` and so on.
 
-    `stored` is the spec of a buffer's items, of which the specs are the leaves.
+    `specs` are the leaves by name, and `stored` is the pytree that they belong to.
     """
     for name, kinds in _KINDS.items():
         check(name in specs, f"write_minari: leaf '{name}'", "an array", [*specs])
@@ -250,7 +248,7 @@ def _names(specs: Mapping[str, Any], stored: Any) -> dict[str, str]:
 
 
 def _arrays(where: str, leaves: Leaves) -> Leaves:
-    """Returns the arrays of an episode by Minari's names, from leaves by those in TED."""
+    """Returns an episode's arrays by their names in Minari, given leaves by names in TED."""
     for name, leaf in leaves.items():
         is_known = leaf.dtype.kind in "biufc" and leaf.dtype.isbuiltin != 2
         got = f"{leaf.dtype}. Store it as another"
@@ -262,7 +260,7 @@ def _arrays(where: str, leaves: Leaves) -> Leaves:
     expected = f"next observations like those before the action, {sorted(before)}"
     check(before == after, where, expected, sorted(after))
     truncated = leaves["next/truncated"].copy()
-    truncated[-1] |= ~leaves["next/terminated"][-1]  # the step after it may be left out
+    truncated[-1] |= ~leaves["next/terminated"][-1]  # a later last step may have been left out
     leaves = {**leaves, "next/truncated": truncated}
     for name in [name for name in leaves if name.split("/")[0] in ("observation", "info")]:
         if f"next/{name}" not in leaves:
@@ -285,16 +283,16 @@ def _arrays(where: str, leaves: Leaves) -> Leaves:
 
 
 def _derived(name: str, array: Any, bounds: Mapping[str, tuple[int, int]]) -> Any:
-    """Returns the space of arrays `[T, ...]` in nested dicts.
+    """Returns the Gymnasium space of an array `[T, ...]`, or of nested dicts of arrays.
 
-    Single integers are `Discrete`, up to the greatest that there is; flags `MultiBinary`; all else
-    is a `Box`, as wide as the dtype.
+    Single integers are `Discrete` within their `bounds`, bool arrays are `MultiBinary`, and all
+    others are a `Box` with the range of the dtype.
     """
     spaces = require("gymnasium.spaces", "minari")
     if isinstance(array, dict):
         inner = {part: _derived(f"{name}/{part}", each, bounds) for part, each in array.items()}
         numbered = [f"_index_{number}" for number in range(len(inner))]
-        if inner.keys() == set(numbered):  # a tuple, or what was one when it was read
+        if inner.keys() == set(numbered):  # the entries of a tuple
             return spaces.Tuple([inner[part] for part in numbered])
         return spaces.Dict(inner)
     shape, dtype = array.shape[1:], array.dtype
@@ -311,7 +309,7 @@ def _derived(name: str, array: Any, bounds: Mapping[str, tuple[int, int]]) -> An
 
 
 def _leaf_spaces(name: str, space: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the spaces of single arrays of Gymnasium's space, with the names of the arrays."""
+    """Yields the name and the space of each single array in a Gymnasium space."""
     kind = type(space).__name__
     if kind not in ("Dict", "Tuple"):
         yield name, space

@@ -1,4 +1,4 @@
-"""The layouts that are known, each a file or a folder, in the order in which they are asked."""
+"""The formats that jrb can read, in the order in which `jrb.datasets.open` tries them."""
 
 from jrb.datasets.format import Format
 from jrb.datasets.formats.arrays import Arrays, Tables
@@ -29,4 +29,4 @@ OURS: tuple[Format, ...] = (
     NpzEpisodes(),
     Arrays(),
 )
-"""The special ones first: several layouts could be read as plain arrays."""
+"""Special formats come first, because several of them could also be read as plain arrays."""

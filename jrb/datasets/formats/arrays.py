@@ -1,7 +1,7 @@
-"""Plain arrays and tables of columns, a row a step, under names that a mapping gives or usual ones.
+"""Formats of plain arrays and of tables, with one row per step and names to be mapped.
 
-An episode ends where a flag says so, and before a row with another `episode`, a number or a text.
-Rewards may be missing.
+An episode ends at flags, and where the value of `episode`, a number or a text, changes. Rewards may
+be missing.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from jrb.datasets.reading.tabular import Column, Table, TableFormat
 from jrb.keys import Keys
 
 _ENDINGS = (".npz", ".h5", ".hdf5", ".parquet", ".arrow", ".feather")
-_MOST = 100  # files of a folder that are looked at for damage
-_FOLDERS = ("", "data", "meta")  # where formats keep the files by which they are recognised
+_MOST = 100  # the maximum number of files of a folder that `check_whole` opens
+_FOLDERS = ("", "data", "meta")  # folders with the files by which formats are recognised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Arrays(TableFormat):
     """One `.npz` or HDF5 file with arrays of one length.
 
     Attributes:
-        mapping: a dict from names in the file to names of `jrb.Keys` or of leaves in TED; or a
-            `jrb.Keys` with the names in the file. None recognises the usual names only.
+        mapping: a dict from names in the file to fields of `jrb.Keys` or leaves in TED; or a
+            `jrb.Keys` with the names in the file. None if the file has usual names.
     """
 
     name: ClassVar[str] = "arrays"
@@ -40,7 +40,7 @@ class Arrays(TableFormat):
     mapping: Mapping[str, Any] | Keys | None = None
 
     def matches(self, source: Source) -> bool:
-        """Returns True if there are arrays, all of one length."""
+        """Returns True if the file has numeric arrays, all of one length."""
         try:
             with _open_arrays(source, math.inf) as every:
                 arrays, _, _ = tabular.by_content(every)
@@ -50,7 +50,7 @@ class Arrays(TableFormat):
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """Opens the file."""
+        """Opens the file as a table."""
         with _open_arrays(source, self.max_expansion) as every:
             arrays, texts, left_out = tabular.by_content(every)
             names = episode_text(arrays, texts, self.mapping, source)
@@ -62,7 +62,7 @@ class Arrays(TableFormat):
 
 @contextlib.contextmanager
 def _open_arrays(path: str, max_expansion: float) -> Iterator[Mapping[str, Column]]:
-    """Opens a file of arrays."""
+    """Opens an HDF5 or `.npz` file; yields its arrays by name."""
     if hdf5.is_hdf5(path):
         with hdf5.open_file(path) as file:
             yield hdf5.below(file)
@@ -75,13 +75,13 @@ def _open_arrays(path: str, max_expansion: float) -> Iterator[Mapping[str, Colum
 
 @dataclasses.dataclass(frozen=True)
 class Tables(TableFormat):
-    """Parquet, Feather, Arrow's files and streams: one file, or a folder of them.
+    """Parquet, Feather and Arrow files, Arrow streams, or a folder of such files.
 
-    Columns hold numbers, lists of one length, or structs of these. The files of a folder follow
-    each other by the numbers in their names. Actions may be missing.
+    Columns hold numbers, lists of one length, or structs of these. The files of a folder are read
+    in the order of the numbers in their names. Actions may be missing.
 
     Attributes:
-        mapping: as in `Arrays`, from names of columns.
+        mapping: as in `Arrays`, with names of columns.
     """
 
     name: ClassVar[str] = "table"
@@ -90,17 +90,17 @@ class Tables(TableFormat):
     mapping: Mapping[str, Any] | Keys | None = None
 
     def is_own(self, source: str, name: str) -> bool:
-        """Returns True if a file is one of the tables."""
+        """Returns True if the file `name` in the folder `source` is a table."""
         is_hidden = name[0] in "._" or "/" in name
         return not is_hidden and arrow.format_of(os.path.join(source, name)) is not None
 
     def matches(self, source: Source) -> bool:
-        """Returns True if there is such a file."""
+        """Returns True if the source is a table, or a folder with a table."""
         return bool(arrow.tables(source))
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """Opens the files."""
+        """Opens the files as one table."""
         paths = arrow.tables(source)
         check(paths, source, "Parquet or Arrow files", "none")
         files = arrow.ArrowFiles(paths)
@@ -121,7 +121,7 @@ def _table(
     roles: tuple[str, ...],
     **about: Any,
 ) -> Table:
-    """Returns the table of arrays by their names in the files."""
+    """Returns the table of arrays, given by their names in the files."""
     leaves = to_ted(arrays, format.mapping, source)
     tabular.check_roles_present(source, leaves, roles)
     ExpansionLimit(source, files, format.max_expansion).add(declared_nbytes(arrays))
@@ -130,9 +130,9 @@ def _table(
 
 
 def check_whole(path: str) -> str:
-    """Refuses a damaged file, or a folder with one, which no format recognises for that reason.
+    """Raises if a file, or one in a folder, is damaged and therefore matches no format.
 
-    Returns a sentence on a file that does not begin as its name says; of others, nothing.
+    Returns a sentence on a file whose first bytes do not fit its ending; "" if there is none.
     """
     folders, paths = [os.path.join(path, name) for name in _FOLDERS], [path]
     if os.path.isdir(path):
@@ -155,7 +155,7 @@ def check_whole(path: str) -> str:
 
 
 def read_json(path: str) -> Any:
-    """Reads a file of JSON; refuses one that is none, or damaged."""
+    """Reads a JSON file; raises `ValueError` if it is not valid JSON."""
     with open(path, "rb") as file:
         try:
             return json.load(file)

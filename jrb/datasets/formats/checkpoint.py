@@ -1,4 +1,4 @@
-"""Checkpoints and stores of jrb as datasets, loaded by `jrb.load`."""
+"""Formats that read jrb's own checkpoints and memory-mapped stores as datasets."""
 
 import contextlib
 import dataclasses
@@ -18,19 +18,19 @@ from jrb.datasets.reading.tabular import Table
 from jrb.keys import Keys
 
 _Loaded = tuple[Table, int | None, str]
-"""The steps, the number of the generation, and the identity of the files."""
+"""The table of steps, the number of the generation, and the stamp of the files."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint(tabular.TableFormat):
-    """The items of a buffer as they were saved, in episodes.
+    """A checkpoint folder, or the folder of a `jrb.MemmapStorage`, as episodes.
 
     Attributes:
-        keys: paths to the parts of a transition in an item; None for those of the buffer.
-        generation: number of the generation; None for the newest one when the dataset is opened.
-        verify: False to open a store without reading all of its rows.
-        buffer: the description; needed if that holds functions, as for `jrb.load`.
-        stamp: identity of the opened files; `jrb.datasets.open` fills it in.
+        keys: the paths of a transition's parts in an item; None for the saved buffer's.
+        generation: the number of the generation; None for the newest at the time of opening.
+        verify: False to open a store without reading and verifying all of its rows.
+        buffer: the buffer, needed only if it contains functions, as for `jrb.load`.
+        stamp: the identity of the opened files, set by `jrb.datasets.open`.
     """
 
     name: ClassVar[str] = "jrb"
@@ -43,16 +43,16 @@ class Checkpoint(tabular.TableFormat):
     stamp: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the fields; whoever unpickles them loads the files again."""
+        """Returns the fields without the loaded items, which a copy loads again."""
         return {name: value for name, value in self.__dict__.items() if name != "_loaded"}
 
     def matches(self, source: Source) -> bool:
-        """Returns True if a folder is a checkpoint."""
+        """Returns True if the source is a folder with a checkpoint."""
         is_folder = isinstance(source, str) and os.path.isdir(source)
         return is_folder and jrb.checkpoint.is_checkpoint(source)
 
     def snapshot(self, source: Source) -> "Checkpoint":
-        """Returns the format for the generation that is the newest now, which it keeps loaded."""
+        """Loads the given generation, or else the newest, and returns a format fixed to it."""
         loaded = self._load(source)
         _, generation, stamp = loaded
         snapshot = dataclasses.replace(self, generation=generation, stamp=stamp, verify=False)
@@ -61,19 +61,19 @@ class Checkpoint(tabular.TableFormat):
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """Yields the steps as they were loaded, or loads the files of the stamp."""
+        """Yields the loaded steps, or loads them; raises if the files have another stamp."""
         loaded = vars(self).get("_loaded") or self._load(source)
         if self.stamp not in (None, loaded[2]):
             raise jrb.StaleError(
                 f"{source}: expected the files that were there when the dataset was opened, got "
                 "others. Open it again."
             )
-        if self.stamp is not None:  # else the next source may be another one
+        if self.stamp is not None:  # without a stamp, the format may read several sources
             vars(self)["_loaded"] = loaded
         yield loaded[0]
 
     def _load(self, source: Source) -> _Loaded:
-        """Loads a checkpoint, which another process may be saving to."""
+        """Loads a generation; tries again if another process replaces it meanwhile."""
         while True:
             newest = self._newest(source)
             number = newest if self.generation is None else self.generation
@@ -90,13 +90,13 @@ class Checkpoint(tabular.TableFormat):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointFile(Checkpoint):
-    """The items of a buffer that was saved with `layout="h5"`."""
+    """A file that `jrb.save(..., layout="h5")` wrote, as episodes."""
 
     name: ClassVar[str] = "jrb-h5"
     looks_for: ClassVar[str] = "a file that jrb.save(..., layout='h5') has made"
 
     def matches(self, source: Source) -> bool:
-        """Returns True if a file is a checkpoint."""
+        """Returns True if the source is a checkpoint in one file."""
         is_file = isinstance(source, str) and os.path.isfile(source)
         return is_file and jrb.checkpoint.is_checkpoint(source)
 
@@ -105,7 +105,7 @@ class CheckpointFile(Checkpoint):
 
 
 def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
-    """Loads one generation, or a file; refuses all but one buffer whose items are in episodes."""
+    """Loads a generation, or a file; raises unless it holds a single buffer with episodes."""
     with enable_x64():
         options = {"generation": number, "verify": format.verify}
         buffer, state = jrb.load(path, format.buffer, **options)

@@ -1,7 +1,7 @@
-"""D4RL: one HDF5 file, arrays of all steps at its top.
+"""The format of D4RL: one HDF5 file with arrays of all steps.
 
-`observations, actions, rewards, terminals`, perhaps `timeouts, next_observations, infos/*` of the
-same length, and `metadata/*`.
+The arrays are `observations, actions, rewards, terminals`; optionally `timeouts,
+next_observations, infos/*` of the same length, and `metadata/*`.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ class D4RL(TableFormat):
     """Datasets of D4RL.
 
     Attributes:
-        horizon: the number of steps after which an episode is truncated, for files without
-            `timeouts`; None if it is not known.
+        horizon: the number of steps after which episodes were truncated, for files without
+            `timeouts`; None if it is unknown.
     """
 
     name: ClassVar[str] = "d4rl"
@@ -48,12 +48,12 @@ class D4RL(TableFormat):
             checks.count("horizon", self.horizon)
 
     def matches(self, source: Source) -> bool:
-        """Returns True if the arrays are there."""
+        """Returns True if the file has D4RL's four main arrays."""
         return set(_NEEDED) <= {name for name, is_group in hdf5.top(source).items() if not is_group}
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """Opens the file."""
+        """Opens the file as a table."""
         with hdf5.open_file(source) as file:
             every = hdf5.below(file)
             names = [name for name in every if name in _NAMES or name.startswith("infos/")]
@@ -94,7 +94,7 @@ class D4RL(TableFormat):
             )
 
     def _time_outs(self, terminated: np.ndarray) -> np.ndarray:
-        """Returns flags of every `horizon`-th step since the last termination."""
+        """Returns bool `[T]`, True at every `horizon`-th step since the last termination."""
         if self.horizon is None:
             return np.zeros_like(terminated)
         steps = np.arange(len(terminated))

@@ -1,6 +1,6 @@
-"""Formats that keep each episode in an HDF5 group of its own: RoboSet, robomimic.
+"""Formats with one HDF5 group per episode: RoboSet and robomimic.
 
-K episodes, T steps of one.
+K episodes, T steps of one episode.
 
 References: Bharadhwaj et al., RoboAgent, 2023. Mandlekar et al., What Matters in Learning from
 Offline Human Demonstrations, 2021.
@@ -34,7 +34,7 @@ _DONES_NOTE = (
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeGroup:
-    """The group of one episode: its file, its name in there, and the numbers of both."""
+    """The HDF5 group of one episode: file, group name, number in the name, index of the file."""
 
     path: str
     name: str
@@ -46,16 +46,16 @@ class EpisodeGroup:
 
 
 class GroupFormat(tabular.EpisodeFormat):
-    """A format whose files have a group for each episode, with arrays `[T, ...]` of its steps.
+    """A format whose files have one group per episode, with arrays `[T, ...]` of its steps.
 
     Attributes:
-        pattern: of the names of these groups; its first group finds the number.
-        parent: the group that they are in.
-        needed: the first parts of names of arrays that each of them has; the first one, an array
-            itself, has T rows.
-        names: the leaves in TED of the first parts of names, such as `next/reward` for `rewards`;
-            one of them is `next/terminated`.
-        carried: the first parts of leaves that may have a row more than there are steps.
+        pattern: a regular expression for the groups' names; its first group matches the number.
+        parent: the name of the HDF5 group that contains the episodes' groups.
+        needed: the arrays or groups of arrays that each episode must have; the first is an array
+            of T rows.
+        names: the leaf in TED for the first part of an array's name, such as `next/reward` for
+            `rewards`; one of the leaves must be `next/terminated`.
+        carried: the first parts of leaves that may have T + 1 rows, such as `observation`.
     """
 
     pattern: ClassVar[re.Pattern[str]]
@@ -65,7 +65,7 @@ class GroupFormat(tabular.EpisodeFormat):
     carried: ClassVar[tuple[str, ...]] = ()
 
     def groups(self, source: Source) -> list[EpisodeGroup]:
-        """Returns the groups of one file after the other, by their numbers, which may have gaps."""
+        """Returns the groups of one file after the other, each file's sorted by their numbers."""
         files = self.files(source)
         inside = lambda: [group for file in enumerate(files) for group in self.groups_in(*file)]
         groups = tabular.cached(files, self, inside)
@@ -73,7 +73,7 @@ class GroupFormat(tabular.EpisodeFormat):
         return groups
 
     def groups_in(self, file_number: int, path: str) -> list[EpisodeGroup]:
-        """Returns the groups of a file; refuses one without any, or with two of one number."""
+        """Returns the groups of a file, sorted; raises if it has none, or two of one number."""
         with hdf5.open_file(path) as file:
             above = hdf5.own(file, self.parent)
             check(isinstance(above, h5py.Group), path, f"a group '{self.parent}'", list(file))
@@ -87,7 +87,7 @@ class GroupFormat(tabular.EpisodeFormat):
         return sorted(groups, key=operator.attrgetter("number"))
 
     def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
-        """Yields the tables of episodes, and where each is."""
+        """Yields the group and the table of each episode in `numbers`; None for all."""
         groups = self.groups(source)
         chosen = groups if numbers is None else [groups[number] for number in numbers]
         for where, group in open_groups(chosen):
@@ -96,11 +96,11 @@ class GroupFormat(tabular.EpisodeFormat):
             yield where, dataclasses.replace(table, facts=facts)
 
     def facts(self, source: Source, where: EpisodeGroup) -> dict[str, Any]:
-        """Returns single facts of an episode by name."""
+        """Returns an episode's facts by name, each a single value; by default none."""
         return {}
 
     def table(self, where: object, arrays: Mapping[str, Column]) -> Table:
-        """Returns the steps of an episode; refuses one that lacks arrays, or rows of them."""
+        """Returns the table of an episode; raises if arrays are missing or differ in length."""
         every, _, _ = tabular.by_content(arrays)
         tabular.check_present(where, every, self.needed[:1])
         heads = dict.fromkeys(name.split("/")[0] for name in every)
@@ -125,13 +125,13 @@ class GroupFormat(tabular.EpisodeFormat):
         return Table(columns, np.array([steps]), left_out=left_out)
 
     def leaf_of(self, name: str) -> str:
-        """Returns the leaf in TED of an array of a group."""
+        """Returns the leaf in TED for the name of an array in a group."""
         first, *parts = name.split("/")
         return "/".join([self.names.get(first, first), *parts])
 
 
 def open_groups(groups: Sequence[EpisodeGroup]) -> Iterator[tuple[EpisodeGroup, h5py.Group]]:
-    """Yields open groups; neighbours in one file share its handle."""
+    """Yields each group with its open HDF5 group; opens a file once for consecutive groups."""
     for path, neighbours in itertools.groupby(groups, operator.attrgetter("path")):
         with hdf5.open_file(path) as file:
             for where in neighbours:
@@ -141,7 +141,7 @@ def open_groups(groups: Sequence[EpisodeGroup]) -> Iterator[tuple[EpisodeGroup, 
 
 
 def gap_notes(groups: Sequence[EpisodeGroup]) -> tuple[str, ...]:
-    """Returns a note on each file in which some numbers are missing."""
+    """Returns a note on each file whose groups' numbers have gaps."""
     notes = list[str]()
     for path, neighbours in itertools.groupby(groups, operator.attrgetter("path")):
         first, *others = neighbours
@@ -157,8 +157,8 @@ def gap_notes(groups: Sequence[EpisodeGroup]) -> tuple[str, ...]:
 class RoboSet(GroupFormat):
     """HDF5 files with `Trial<N>/{observations, actions, rewards, done, env_infos, ...}`.
 
-    All arrays have the trial's length. As facts, `seed` counts the files, and `episode` is the
-    trial's number. Files are in the order of their names, numbers in them by their values.
+    All arrays have the trial's length. The facts are `seed`, the index of the file, and `episode`,
+    the trial's number. Files are read in the order of their names, trials by their numbers.
     """
 
     name: ClassVar[str] = "roboset"
@@ -174,30 +174,30 @@ class RoboSet(GroupFormat):
     }
 
     def is_own(self, source: str, name: str) -> bool:
-        """Returns True if a file is one of those with trials."""
+        """Returns True if the file `name` in the folder `source` is an HDF5 file."""
         return "/" not in name and hdf5.is_hdf5(os.path.join(source, name))
 
     def matches(self, source: Source) -> bool:
-        """Returns True if there are trials in the first of the files."""
+        """Returns True if the first file has groups of trials."""
         files = self.files(source)
         names = hdf5.top(files[0]) if files else {}
         return any(self.pattern.fullmatch(name) and names[name] for name in names)
 
     def files(self, source: Source) -> list[str]:
-        """Returns one HDF5 file, or those in a folder."""
+        """Returns the source if it is an HDF5 file, or the HDF5 files in a folder."""
         if not isinstance(source, str) or not os.path.isdir(source):
             return [source] if hdf5.is_hdf5(source) else []
         names = sorted(os.listdir(source), key=natural_order)
         paths = [os.path.join(source, name) for name in names]
-        # A damaged file is kept, so that it is refused when it is opened.
+        # A damaged file is kept, so that opening it raises an error.
         return [path for path in paths if hdf5.is_hdf5(path) or path.endswith((".h5", ".hdf5"))]
 
     def facts(self, source: Source, where: EpisodeGroup) -> dict[str, Any]:
-        """Returns the numbers of the file and of the trial."""
+        """Returns `seed`, the index of the file, and `episode`, the number of the trial."""
         return {"seed": where.file, "episode": where.number}
 
     def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """Returns the names of the files, and notes."""
+        """Returns the names of the files as metadata, and notes."""
         names = [os.path.basename(path) for path in self.files(source)]
         return {"files": names}, (_DONE_NOTE, *gap_notes(self.groups(source)))
 
@@ -206,9 +206,9 @@ class RoboSet(GroupFormat):
 class Robomimic(GroupFormat):
     """One HDF5 file with `data/demo_<k>/{obs, next_obs, actions, rewards, dones, states}`.
 
-    `data` has `env_args`, of which the environment was built, as JSON. Rewards may be missing. As
-    facts, `demo` is the number of a demonstration, and `mask/<key>`, bool, tells which of them the
-    file lists under this key, such as those to train on.
+    The metadata have `env_args`, the arguments of the environment, from JSON. Rewards may be
+    missing. The facts are `demo`, the number of a demonstration, and `mask/<key>`, bool, True if
+    the file lists it under this key, such as `train`.
     """
 
     name: ClassVar[str] = "robomimic"
@@ -225,31 +225,31 @@ class Robomimic(GroupFormat):
     }
 
     def files(self, source: Source) -> list[str]:
-        """Returns the file."""
+        """Returns the source, which is one file."""
         return [source]
 
     def matches(self, source: Source) -> bool:
-        """Returns True if there are demonstrations."""
+        """Returns True if the file has groups of demonstrations."""
         if not hdf5.top(source).get("data"):
             return False
         with hdf5.open_file(source) as file:
             return any(map(self.pattern.fullmatch, map(str, hdf5.own(file, "data"))))
 
     def facts(self, source: Source, where: EpisodeGroup) -> dict[str, Any]:
-        """Returns the number, and in which lists a demonstration is."""
+        """Returns `demo`, the number, and `mask/<key>`, True for each list that has it."""
         name = where.name.split("/")[-1]
         masks = {f"mask/{key}": name in names for key, names in self._masks(source).items()}
         return {"demo": where.number, **masks}
 
     def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """Returns the attributes of the file and of `data`, and notes."""
+        """Returns the attributes of the file and of `data` as metadata, and notes."""
         groups, notes = self.groups(source), list[str]()
         with hdf5.open_file(source) as file:
             attributes = {**file.attrs, **hdf5.own(file, "data").attrs}
         metadata: dict[str, Any] = {name: hdf5.plain(value) for name, value in attributes.items()}
         for name, value in metadata.items():
             if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
-                with contextlib.suppress(ValueError):  # a text that is no JSON stays
+                with contextlib.suppress(ValueError):  # a text that is not JSON stays a text
                     metadata[name] = json.loads(value)
         for key, names in self._masks(source).items():
             missing = names - {group.name.split("/")[-1] for group in groups}
@@ -260,7 +260,7 @@ class Robomimic(GroupFormat):
         return metadata, (_DONES_NOTE, *notes, *gap_notes(groups))
 
     def _masks(self, source: Source) -> dict[str, set[str]]:
-        """Returns the names of demonstrations that are listed, by key."""
+        """Returns the file's lists of demonstrations: a set of names for each key."""
 
         def read() -> dict[str, set[str]]:
             with hdf5.open_file(source) as file:

@@ -1,7 +1,7 @@
-"""LeRobot: a folder with `meta/`, tables of steps in `data/`, and perhaps `videos/`.
+"""The format of LeRobot: a folder with `meta/`, tables of steps in `data/`, and often `videos/`.
 
-Version 2 has a table for each episode, version 3 many episodes in one. K episodes, T steps over all
-of them.
+Version 2 has one table per episode, version 3 many episodes in a table. K episodes, T steps over
+all of them.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from jrb.datasets.reading import arrow, images, tabular
 from jrb.datasets.reading.names import check, to_ted
 from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, TRUNCATED, Column, Table
 
-# Columns that each dataset has: a number for each step, though LeRobot calls their shape [1].
+# Columns of every dataset with one number per step, though `info.json` gives them the shape [1].
 _OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
@@ -30,12 +30,12 @@ _OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 class LeRobot(tabular.TableFormat):
     """Datasets of LeRobot, versions 2 and 3.
 
-    Images in tables are decoded; frames of videos too where `av` is installed. Many datasets have
-    no rewards, and nothing that tells how episodes ended.
+    Images in tables are decoded, and frames of videos too if `av` is installed. Many datasets have
+    no rewards, and no flags that tell how episodes ended.
 
     Attributes:
-        done: the meaning of `next.done` where there is no `next.terminated`: "terminated", as
-            LeRobot itself takes it, or "truncated".
+        done: the meaning of `next.done` if there is no `next.terminated`: "terminated", as in
+            LeRobot itself, or "truncated".
         videos: False to leave out videos.
     """
 
@@ -53,12 +53,12 @@ class LeRobot(tabular.TableFormat):
         checks.choice("done", self.done, ("terminated", "truncated"))
 
     def matches(self, source: Source) -> bool:
-        """Returns True if `meta/info.json` is there, with a version and features."""
+        """Returns True if the folder has a `meta/info.json` with a version and features."""
         return lerobot_meta.is_dataset(source)
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """Opens the tables and videos."""
+        """Opens the tables and videos as one table."""
         meta = lerobot_meta.read(source, self.max_expansion)
         files = arrow.ArrowFiles([*meta.counts], [*meta.counts.values()])
         features = meta.info["features"]
@@ -93,7 +93,7 @@ class LeRobot(tabular.TableFormat):
     def _why_left_out(
         self, about: Mapping[str, Any], paths: list[str], columns: Mapping[str, Column]
     ) -> str | None:
-        """Returns why frames of a video cannot be read; None if they can."""
+        """Returns the reason why a video cannot be read; None if it can."""
         missing = next((path for path in dict.fromkeys(paths) if not os.path.isfile(path)), None)
         info = about.get("info")
         entries = [about, info if isinstance(info, dict) else {}]
@@ -109,7 +109,7 @@ class LeRobot(tabular.TableFormat):
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _ends(self, flags: Mapping[str, tabular.DerivedColumn], steps: int) -> dict[str, Column]:
-        """Returns columns of how episodes ended, computed from the flags when they are read."""
+        """Returns the columns `terminated` and `truncated`, computed from the stored flags."""
 
         def combined(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
             read = {name: flag[start:stop] for name, flag in flags.items()}
@@ -123,7 +123,7 @@ class LeRobot(tabular.TableFormat):
 
 
 def _columns(files: arrow.ArrowFiles, meta: LeRobotMeta) -> tuple[dict[str, Column], list[str]]:
-    """Returns the columns of features in tables, and notes on those that are left out."""
+    """Returns the tables' columns by feature, and notes on columns that are left out."""
     present, (numbers, _, _) = files.schema.names, arrow.by_type(files.schema)
     columns, others = dict[str, Column](), list[tuple[str, str]]()
     for name, about in meta.info["features"].items():
@@ -144,7 +144,7 @@ def _columns(files: arrow.ArrowFiles, meta: LeRobotMeta) -> tuple[dict[str, Colu
 
 
 def _number_column(files: arrow.ArrowFiles, meta: LeRobotMeta, name: str) -> Column:
-    """Returns a column in the shape that `info.json` says."""
+    """Returns a column with the shape that `info.json` gives its feature."""
     column, path = arrow.ArrowColumn(files, (name,)), files.paths[0]
     is_scalar = not column.shape[1:] and (name in _OWN or name.startswith("next."))
     shape = () if is_scalar else tuple(meta.info["features"][name]["shape"])
@@ -168,7 +168,7 @@ def _number_column(files: arrow.ArrowFiles, meta: LeRobotMeta, name: str) -> Col
 
 
 def _frame(about: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Returns the shape `[height, width, channel]` of frames that may have their channels first."""
+    """Returns the shape (height, width, channel) of frames; `info.json` may put channels first."""
     (first, second, last), names = about["shape"], about.get("names")
     named = isinstance(names, list) and names and str(names[0]).startswith("channel")
     is_first = named or (first in (1, 3, 4) and last not in (1, 3, 4))

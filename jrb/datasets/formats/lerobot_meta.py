@@ -1,7 +1,4 @@
-"""The metadata of LeRobot's datasets, `meta/` in its versions 2 and 3.
-
-K episodes.
-"""
+"""Reads the metadata of LeRobot datasets, the folder `meta/` of versions 2 and 3. K episodes."""
 
 import itertools
 import json
@@ -19,13 +16,13 @@ from jrb.datasets.reading.names import check, natural_order
 from jrb.datasets.reading.tabular import cached
 
 _INFO = os.path.join("meta", "info.json")
-_MAX_STEPS = 1 << 48  # of one episode
+_MAX_STEPS = 1 << 48  # the number of steps that an episode must stay below
 _OWN = ("episode_index", "length", "dataset_from_index", "dataset_to_index")
-_OBJECT = 32  # bytes of a number of Python
+_OBJECT = 32  # bytes of a Python number
 _GROUPS = ("stats/", "data/", "videos/", "meta/")
 
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d{0,2})d?)?\}")
-_PATHS = {  # by version
+_PATHS = {  # the default templates of paths, by version
     ("2", "data"): "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
     ("2", "video"): "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
     ("3", "data"): "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
@@ -36,18 +33,18 @@ _PATHS = {  # by version
 class LeRobotMeta(NamedTuple):
     """The metadata of a dataset, read before its tables are opened."""
 
-    info: Mapping[str, Any]  # `info.json`, which describes each leaf of a step under `features`
-    lengths: np.ndarray  # int64 `[K]`, the steps of each episode
+    info: Mapping[str, Any]  # `info.json`; its `features` describe the leaves of a step
+    lengths: np.ndarray  # int64 `[K]`, the number of steps of each episode
     counts: Mapping[str, int]  # the number of rows of each table, by its path, in order
-    facts: Mapping[str, np.ndarray]  # arrays `[K]` by name
-    tasks: Mapping[int, str]  # texts by number
-    # For each feature that is a video, the files of all episodes, and float64 `[K]`, the time in
-    # seconds at which each begins in its file.
+    facts: Mapping[str, np.ndarray]  # facts about each episode, arrays `[K]` by name
+    tasks: Mapping[int, str]  # the texts of tasks by their numbers
+    # For each feature that is a video: the file of each episode, and the seconds at which the
+    # episode begins in its file, float64 `[K]`.
     videos: Mapping[str, tuple[list[str], np.ndarray]]
 
 
 def is_dataset(path: object) -> bool:
-    """Returns True if a folder has an `info.json` of LeRobot's."""
+    """Returns True if a folder has LeRobot's `meta/info.json`."""
     if not isinstance(path, str) or not os.path.isfile(os.path.join(path, _INFO)):
         return False
     try:
@@ -58,7 +55,7 @@ def is_dataset(path: object) -> bool:
 
 
 def read(root: str, max_expansion: float) -> LeRobotMeta:
-    """Reads the metadata of a dataset, once as long as they stay the same."""
+    """Reads the metadata of a dataset; caches them until one of their files changes."""
     walk = os.walk(os.path.join(root, "meta"))
     files = [os.path.join(folder, name) for folder, _, names in walk for name in names]
     limit = ExpansionLimit(os.path.join(root, "meta"), files, max_expansion)
@@ -73,7 +70,7 @@ def _read(root: str, limit: ExpansionLimit) -> LeRobotMeta:
     lengths, chunk_size = [line["length"] for line in lines], info.get("chunks_size", 1000)
 
     def paths(kind: str, group: str, **fields: str) -> list[str]:
-        """Returns the paths of the tables or videos that episodes are in."""
+        """Returns the path of each episode's table or video."""
         template, files = info.get(f"{kind}_path") or _PATHS[version, kind], list[str]()
         for number, line in enumerate(lines):
             numbers = {"episode_chunk": number // chunk_size, "episode_index": number}
@@ -100,7 +97,7 @@ def _read(root: str, limit: ExpansionLimit) -> LeRobotMeta:
         videos[key] = paths("video", f"videos/{key}", video_key=key), np.array(begins, np.float64)
     tasks = dict[int, str]()
     for line in _rows(os.path.join(root, "meta", f"tasks.{kind}"), limit):
-        # pandas keeps texts in a column that has no name of its own.
+        # The text may be in a column of any name, as pandas stores it as an index.
         text = next((value for value in line.values() if isinstance(value, str)), None)
         if isinstance(line.get("task_index"), int) and text is not None:
             tasks[line["task_index"]] = text
@@ -111,7 +108,7 @@ def _read(root: str, limit: ExpansionLimit) -> LeRobotMeta:
 def _episodes(
     root: str, info: Mapping[str, Any], path: str, limit: ExpansionLimit
 ) -> list[dict[str, Any]]:
-    """Returns what is said of each episode, in their order; refuses gaps and false totals."""
+    """Returns the entries of all episodes in order; raises for gaps and wrong totals."""
     lines = _rows(path, limit)
     is_number = all(type(line.get("episode_index")) is int for line in lines)
     check(is_number, path, "a number 'episode_index' for each episode", "others")
@@ -131,7 +128,7 @@ def _episodes(
 
 
 def _info(root: str) -> tuple[dict[str, Any], str]:
-    """Reads `info.json`, and returns it and the number of the version."""
+    """Reads and checks `info.json`; returns it and the major version, "2" or "3"."""
     path = os.path.join(root, _INFO)
     check(os.path.isfile(path), root, _INFO, "none")
     info = read_json(path)
@@ -164,7 +161,7 @@ def _is_feature(about: Any) -> bool:
 
 
 def _path_in(root: str, template: Any, **fields: Any) -> str:
-    """Returns the path that a template of `info.json` gives; refuses one that leads elsewhere."""
+    """Returns the path from a template in `info.json`; raises if it leads out of the folder."""
     where = f"{root}: {_INFO}"
     check(isinstance(template, str), where, "the template of a path", repr(template))
     names = {match[1] for match in _FIELD.finditer(template)}
@@ -174,7 +171,7 @@ def _path_in(root: str, template: Any, **fields: Any) -> str:
         value = fields[match[1]]
         return f"{value:0{match[2] or 0}d}" if isinstance(value, int) else value
 
-    # Not `str.format`, which reads attributes (`{video_key.__class__}`).
+    # Not `str.format`: it would read attributes, as in `{video_key.__class__}`.
     name = _FIELD.sub(replaced, template)
     parts = re.split(r"[/\\]", name)
     is_inside = {"", ".", ".."}.isdisjoint(parts) and {*"{}\0:"}.isdisjoint(name)
@@ -183,7 +180,7 @@ def _path_in(root: str, template: Any, **fields: Any) -> str:
 
 
 def _facts(lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns arrays `[K]` of numbers that all episodes have; tasks as tuples of texts."""
+    """Returns the numbers that all episodes have, arrays `[K]`, and `tasks`, tuples of texts."""
     facts: dict[str, np.ndarray] = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line.get(name) for line in lines]
@@ -198,9 +195,9 @@ def _facts(lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def _rows(path: str, limit: ExpansionLimit) -> list[dict[str, Any]]:
-    """Reads a file of JSON lines, a table, or the tables in the folders of a folder.
+    """Reads the rows of a file of JSON lines, of a table, or of the tables in subfolders.
 
-    Columns of statistics are left out. There are no rows where there is no file.
+    Columns of statistics are left out. If there is no file, returns no rows.
     """
     rows = list[dict[str, Any]]()
     if path.endswith(".jsonl"):

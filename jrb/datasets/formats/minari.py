@@ -1,6 +1,6 @@
-"""Minari: JSON beside HDF5 with a group for each episode, or beside a folder for each episode.
+"""The format of Minari: JSON, and HDF5 with one group per episode or one folder per episode.
 
-The folders hold files of Arrow or Parquet, and JSON. K episodes, T steps of one.
+The folders hold Arrow or Parquet files and JSON. K episodes, T steps of one episode.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ from jrb.datasets.reading.tabular import Column, DerivedColumn, EpisodeTables
 METADATA = "metadata.json"
 HDF5_FILE = "main_data.hdf5"
 _COUNTS = {"total_episodes", "total_steps"}
-_PADDED = ("actions", "rewards", "terminations", "truncations")  # in tables, by a last row
+_PADDED = ("actions", "rewards", "terminations", "truncations")  # have a last empty row in tables
 
 
 class JpegColumn(DerivedColumn):
-    """Images of JPEG, decoded when they are read."""
+    """A column of JPEG images, decoded when they are read."""
 
 
 class MinariSpace(NamedTuple):
-    """A space of single arrays: the fields that lead to it in tables, and the shape of a `Box`."""
+    """The space of one array: its path of fields in tables, and its shape if it is a `Box`."""
 
     fields: tuple[str, ...]
     shape: tuple[int, ...] | None
@@ -40,13 +40,12 @@ class MinariSpace(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Minari(GroupFormat):
-    """Datasets of Minari: the folder of one, or its folder `data`.
+    """Datasets of Minari: the folder of a dataset, or its subfolder `data`.
 
-    Entries of a tuple become those of a dict, `_index_0` and so on. `infos` with T + 1 rows, the
-    first of them from the reset, are read as observations are: `info[t]` was known before the
-    action, `next/info[t]` came with the reward. Those with T rows are `info[t]`. JPEG images are
-    decoded. Values that are no arrays of numbers, and infos that are not alike in all episodes, are
-    left out.
+    Entries of tuples become entries of dicts, `_index_0` and so on. `infos` with T + 1 rows, where
+    the first is from the reset, become `info`, known before the action, and `next/info`, which
+    came with the reward; `infos` with T rows become `info`. JPEG images are decoded. Other values
+    than numeric arrays, and infos whose shape or dtype varies by episode, are left out.
     """
 
     name: ClassVar[str] = "minari"
@@ -71,7 +70,7 @@ class Minari(GroupFormat):
     carried: ClassVar[tuple[str, ...]] = ("observation", "info")
 
     def matches(self, source: Source) -> bool:
-        """Returns True if there are metadata of this format, and data in the same folder."""
+        """Returns True if a folder has Minari's metadata and data."""
         try:
             folder, about, _ = _about(source)
         except (ValueError, OSError):
@@ -87,7 +86,7 @@ class Minari(GroupFormat):
         return [os.path.join(inner, name) for inner, _, names in os.walk(folder) for name in names]
 
     def groups(self, source: Source) -> list[EpisodeGroup]:
-        """Returns the groups, or the folders, of all episodes by their numbers."""
+        """Returns the groups or folders of all episodes, sorted by number."""
         folder, about, _ = _about(source)
         if _is_hdf5(about):
             path = os.path.join(folder, HDF5_FILE)
@@ -103,9 +102,9 @@ class Minari(GroupFormat):
         return groups
 
     def facts(self, source: Source, where: EpisodeGroup) -> dict[str, Any]:
-        """Returns the attributes of an episode, by flat names (`options/a`)."""
+        """Returns an episode's attributes as facts, nested ones by flat names (`options/a`)."""
         if where.path.endswith(HDF5_FILE):
-            # The groups are looked up once for all episodes.
+            # All groups' attributes are read at once and cached.
             every = lambda: open_groups(self.groups(source))
             read = lambda: {each.name: dict(group.attrs) for each, group in every()}
             facts = tabular.cached([where.path], "minari facts", read)[where.name]
@@ -114,7 +113,7 @@ class Minari(GroupFormat):
         return {name: hdf5.plain(fact) for name, fact in facts.items() if name != "total_steps"}
 
     def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """Returns the metadata, and the notes in them."""
+        """Returns the metadata, and notes: those in the metadata, on JPEG, and on gaps."""
         groups, (_, about, _) = self.groups(source), _about(source)
         ((_, arrays),) = self._arrays(source, groups[:1])
         is_jpeg = lambda column: isinstance(column, JpegColumn | images.ImageColumn)
@@ -129,7 +128,7 @@ class Minari(GroupFormat):
         return {**about, "jpeg": jpeg}, (*notes, *gap_notes(groups))
 
     def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
-        """Yields the tables of episodes, and where each is."""
+        """Yields the place and the table of each episode in `numbers`; None for all."""
         groups, files = self.groups(source), self.files(source)
         infos = tabular.cached(files, (self, "infos"), lambda: self._infos(source, groups))
         chosen = groups if numbers is None else [groups[number] for number in numbers]
@@ -141,7 +140,7 @@ class Minari(GroupFormat):
             yield where, dataclasses.replace(table, left_out=left_out, facts=facts)
 
     def _infos(self, source: Source, groups: Sequence[EpisodeGroup]) -> set[str]:
-        """Returns the names of infos that are alike in all episodes."""
+        """Returns the names of infos with the same shape and dtype in all episodes."""
         alike: set[Any] | None = None
         for _, arrays in self._arrays(source, groups):
             steps, forms = len(arrays.get("rewards") or ()), set[Any]()
@@ -156,7 +155,7 @@ class Minari(GroupFormat):
     def _arrays(
         self, source: Source, groups: Sequence[EpisodeGroup]
     ) -> Iterator[tuple[EpisodeGroup, dict[str, Column]]]:
-        """Yields the arrays of episodes by their names in HDF5, None for what is no array."""
+        """Yields each episode's arrays by their names in HDF5; None for values that are none."""
         _, about, spaces = _about(source)
         if not _is_hdf5(about):
             yield from ((where, _in_tables(where, spaces, self.names)) for where in groups)
@@ -164,7 +163,7 @@ class Minari(GroupFormat):
         for where, group in open_groups(groups):
             arrays = {n: a for n, a in hdf5.below(group).items() if n.split("/")[0] in self.names}
             for name in spaces.keys() & arrays.keys():
-                # Images of JPEG are rows of bytes, all of one length or not.
+                # JPEG images are rows of bytes, of equal or different lengths.
                 shape, column = spaces[name].shape, arrays[name]
                 is_other = bool(shape and column.shape) and tuple(column.shape[1:]) != shape
                 if shape and is_other and np.dtype(column.dtype).kind in "Ou":
@@ -177,9 +176,9 @@ def _is_hdf5(about: Mapping[str, Any]) -> bool:
 
 
 def _about(source: Source) -> tuple[str, dict[str, Any], dict[str, MinariSpace]]:
-    """Returns the folder with the data, the metadata, and the space of each array.
+    """Returns the data's folder, the metadata, and the space of each array.
 
-    In the metadata, spaces and environments are dicts; `environment` is the name of one.
+    In the metadata, JSON texts are decoded, and `environment`, the id in `env_spec`, is added.
     """
     folders = (source, os.path.join(source, "data")) if isinstance(source, str) else ()
     paths = [os.path.join(folder, METADATA) for folder in folders]
@@ -208,7 +207,7 @@ def _metadata(path: str) -> tuple[dict[str, Any], dict[str, MinariSpace]]:
 
 
 def _spaces(name: str, fields: tuple[str, ...], space: Any) -> dict[str, MinariSpace]:
-    """Returns the spaces of single arrays by name."""
+    """Returns the spaces of all single arrays within a space, by name."""
     inner = space.get("subspaces") if isinstance(space, Mapping) else None
     spaces: dict[str, MinariSpace] = {}
     if isinstance(inner, list):
@@ -225,7 +224,7 @@ def _spaces(name: str, fields: tuple[str, ...], space: Any) -> dict[str, MinariS
 
 
 def _jpeg_column(column: Column, where: str, shape: tuple[int, ...]) -> JpegColumn:
-    """Returns images of rows of bytes."""
+    """Returns the column of images `[T, *shape]` of a column of encoded bytes."""
 
     def read(start: int, stop: int) -> np.ndarray:
         values = np.empty((stop - start, *shape), np.uint8)
@@ -241,7 +240,7 @@ def _jpeg_column(column: Column, where: str, shape: tuple[int, ...]) -> JpegColu
 def _in_tables(
     where: EpisodeGroup, spaces: Mapping[str, MinariSpace], roles: Mapping[str, str]
 ) -> dict[str, Column]:
-    """Returns the arrays of the tables in the folder of an episode."""
+    """Returns the arrays by name of the tables in an episode's folder."""
     paths = arrow.tables(where.path)
     check(paths, where, "a file of Arrow or Parquet", "none")
     files = arrow.ArrowFiles(paths)
@@ -265,7 +264,7 @@ def _in_tables(
 def _shaped(
     column: Column, schema: Any, path: tuple[str, ...], space: MinariSpace | None
 ) -> Column:
-    """Returns rows, which tables hold flat, in the shape of their space, or of their metadata."""
+    """Returns a column with flat rows in the shape of its space, or of its field's metadata."""
     field = schema.field(path[0])
     for part in path[1:]:
         field = field.type.field(part)
@@ -279,7 +278,7 @@ def _shaped(
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the entries of nested dicts by name (`options/a`)."""
+    """Returns the entries of nested dicts by flat names (`options/a`)."""
     entries: dict[str, Any] = {}
     for name, entry in tree.items():
         is_nested = isinstance(entry, dict)

@@ -1,10 +1,10 @@
-"""Episodes in a file each: a folder of `.npz` files, as many published codes write while they act.
+"""The format of many published agents: a folder with one `.npz` file per episode.
 
-Two layouts are in use. In one, a row has an observation, and the action taken after it. In the
-other, a row has what arrives together, as in steps of dm_env: an observation, and the action and
-the reward that led to it; the first row has the observation of the reset alone. T steps.
+Two layouts are in use. In one, a row has an observation and the action taken after it. In the
+other, as in dm_env, a row has an observation with the action and reward that led to it; the first
+row has only the observation of the reset. T steps.
 
-Reference: Hafner et al., Mastering Atari with Discrete World Models, 2021 (what arrives together).
+Reference: Hafner et al., Mastering Atari with Discrete World Models, 2021 (the second layout).
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ _ARRIVES = (
 
 @dataclasses.dataclass(frozen=True)
 class NpzEpisodes(tabular.EpisodeFormat):
-    """A folder of `.npz` files, one for each episode, in the natural order of their names.
+    """A folder of `.npz` files, one per episode, in the order of the numbers in their names.
 
-    Observations have as many rows as actions, or one more. Without flags of ends, an episode whose
-    last `discount` is 0 terminated, and all others are truncated.
+    Observations have as many rows as actions, or one more. If there are no flags, an episode
+    terminated if its last `discount` is 0, and was truncated otherwise.
 
     Attributes:
-        mapping: as in `Arrays`, from names in the files to names of `jrb.Keys` or of leaves.
-        arrives: True if a row has the action and the reward that led to its observation. None to
-            decide by the first row of the first file: its actions and rewards are zero, and there
-            is a `discount` or `is_first`; a note tells it.
+        mapping: as in `Arrays`.
+        arrives: True if a row has the action and reward that led to its observation. None to
+            assume this if the first file has `discount` or `is_first`, and its first row has zero
+            actions and rewards; a note then says so.
     """
 
     name: ClassVar[str] = "npz-episodes"
@@ -54,18 +54,18 @@ class NpzEpisodes(tabular.EpisodeFormat):
             checks.flag("arrives", self.arrives)
 
     def files(self, source: Source) -> list[str]:
-        """Returns the files in order."""
+        """Returns the `.npz` files of a folder in order."""
         if not isinstance(source, str) or not os.path.isdir(source):
             return []
         names = (name for name in os.listdir(source) if name.endswith(".npz") and name[0] != ".")
         return [os.path.join(source, name) for name in sorted(names, key=natural_order)]
 
     def matches(self, source: Source) -> bool:
-        """Returns True if there are such files."""
+        """Returns True if the source is a folder with `.npz` files."""
         return bool(self.files(source))
 
     def snapshot(self, source: Source) -> "NpzEpisodes":
-        """Returns the format with `arrives` as the first file shows it."""
+        """Returns the format with `arrives` decided by the first file, if it is None."""
         paths = self.files(source)
         if self.arrives is not None or not paths:
             return self
@@ -77,7 +77,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
         return dataclasses.replace(self, arrives=arrives)
 
     def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
-        """Yields the tables of episodes, and the file of each."""
+        """Yields the file and the table of each episode in `numbers`; None for all."""
         paths = self.files(source)
         for path in paths if numbers is None else [paths[number] for number in numbers]:
             with npz.open_file(path, self.max_expansion) as arrays:
@@ -86,7 +86,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
                 yield path, dataclasses.replace(table, facts={"file": os.path.basename(path)})
 
     def _columns(self, path: str, arrays: Mapping[str, Column]) -> dict[str, Column]:
-        """Returns the arrays by their leaves in TED."""
+        """Returns the arrays by their names in TED."""
         leaves = to_ted(arrays, self.mapping, path)
         columns = {leaves[name]: column for name, column in arrays.items()}
         tabular.check_roles_present(path, leaves, ("observation", "action"))
@@ -97,7 +97,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
         return columns
 
     def _table(self, path: str, columns: Mapping[str, Column], left_out: set[str]) -> Table:
-        """Returns the steps of a file, without a row that has no action or no step after it."""
+        """Returns the table of a file's steps, without rows that only complete other steps."""
         counts = {len(column) for name, column in columns.items() if not tabular.is_seen(name)}
         stops = {len(column) for name, column in columns.items() if tabular.is_seen(name)}
         count, stop = min(counts), min(stops)

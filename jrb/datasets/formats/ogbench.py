@@ -1,9 +1,9 @@
-"""OGBench: one `.npz` file, arrays of all rows, without rewards.
+"""The format of OGBench: one `.npz` file with arrays of all rows, without rewards.
 
-`observations, actions, terminals`, perhaps `qpos, qvel, button_states` of the same length. An
-episode of T steps has T + 1 rows. The last, at which `terminals` is 1, has the observation after
-the last action, and an action that led nowhere. No episode terminates: each ends as its time is
-over. The validation set is a file of its own in the same folder, `-val.npz`.
+The arrays are `observations, actions, terminals`, often also `qpos, qvel, button_states`. An
+episode of T steps has T + 1 rows. The last one, where `terminals` is 1, has the observation after
+the last action, and an action without effect. No episode terminates: all end by a time limit. The
+validation set is a separate file in the same folder, `-val.npz`.
 
 Reference: Park et al., OGBench: Benchmarking Offline Goal-Conditioned RL, 2025.
 """
@@ -37,13 +37,13 @@ class OGBench(TableFormat):
     looks_for: ClassVar[str] = f"an .npz file with {', '.join(_NEEDED)} and no rewards"
 
     def matches(self, source: Source) -> bool:
-        """Returns True if the arrays are there, and no rewards."""
+        """Returns True if the file has OGBench's arrays, and no rewards."""
         names = npz.top(source)
         return set(_NEEDED) <= names and not any(name.startswith("reward") for name in names)
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """Opens the file, without the last row of each episode."""
+        """Opens the file as a table; last rows serve only as next observations."""
         with npz.open_file(source, self.max_expansion) as every:
             arrays, texts, others = tabular.by_content(every)
             tabular.check_present(source, arrays, _NEEDED)

@@ -1,4 +1,4 @@
-"""Recordings of `jrb.datasets.Recorder`: Parquet files with one row per step.
+"""The format of recordings by `jrb.datasets.Recorder`: Parquet files with one row per step.
 
 T steps, K episodes, E environments.
 """
@@ -24,14 +24,14 @@ from jrb.datasets.recording.parts import ENV, EPISODE, RecordedLeaf
 
 @dataclasses.dataclass(frozen=True)
 class Recorded(tabular.TableFormat):
-    """Datasets of `jrb.datasets.Recorder`: episodes by writer, then by environment, then by time.
+    """Datasets of `jrb.datasets.Recorder`, ordered by writer, then environment, then time.
 
-    Facts: `env`, the environment of each episode, and `writer`, the number of its writer in
+    The facts of an episode are `env`, its environment, and `writer`, the index of its writer in
     `metadata["writers"]`. Items that were not sealed when the dataset was opened are not in it.
 
     Attributes:
-        sealed: the name of each writer, and the number of its parts that count; None for all that
-            are there when the dataset is opened.
+        sealed: the name of each writer, with the number of its parts to read; None for all parts
+            that exist when the dataset is opened.
     """
 
     name: ClassVar[str] = "recorded"
@@ -40,20 +40,20 @@ class Recorded(tabular.TableFormat):
     sealed: tuple[tuple[str, int], ...] | None = None
 
     def is_own(self, source: str, name: str) -> bool:
-        """Returns True for the files of recorders."""
+        """Returns True if a recorder wrote the file `name`."""
         return parts.is_own(name)
 
     def matches(self, source: Source) -> bool:
-        """Returns True if a recorder has begun in the folder."""
+        """Returns True if the source is a folder with a part of a recording."""
         return isinstance(source, str) and os.path.isdir(source) and parts.is_recording(source)
 
     def snapshot(self, source: Source) -> Format:
-        """Returns the format for the parts that are there now."""
+        """Returns a format that reads only the parts that exist now."""
         return dataclasses.replace(self, sealed=self._sealed(source))
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """Yields the columns."""
+        """Opens the parts as one table."""
         sealed = self._sealed(source)
         paths = [
             os.path.join(os.path.realpath(source), parts.part_name(writer, number))
@@ -71,7 +71,7 @@ class Recorded(tabular.TableFormat):
 
 
 class RecordedColumn(arrow.ArrowColumn):
-    """A leaf of the rows of all parts, in the shape and dtype of their schema."""
+    """A column of all parts, with the shape and dtype of its leaf in their schema."""
 
     def __init__(self, files: arrow.ArrowFiles, leaf: RecordedLeaf, column: str) -> None:
         super().__init__(files, (column,))
@@ -91,7 +91,7 @@ class RecordedColumn(arrow.ArrowColumn):
 def _table(
     source: str, paths: list[str], sealed: tuple[tuple[str, int], ...], max_expansion: float
 ) -> Table:
-    """Returns all steps of the parts at `paths`."""
+    """Returns the table of all steps in the parts at `paths`."""
     begins = np.cumsum([0, *(count for _, count in sealed)])
     schemas = [parts.schema_of(paths[begin]) for begin in begins[:-1]]
     for (name, _), schema in zip(sealed, schemas, strict=True):
@@ -112,7 +112,7 @@ def _table(
     columns: dict[str, Any] = {}
     for leaf in schemas[0].leaves:
         column = RecordedColumn(files, leaf, leaf.column)
-        # Leaves without numbers have no column.
+        # A leaf of size 0 has no column.
         zeros = lambda start, stop, leaf=leaf: np.zeros((stop - start, *leaf.shape), leaf.numpy)
         empty = DerivedColumn((len(order), *leaf.shape), leaf.numpy, zeros)
         columns[leaf.name] = tabular.rows_at(column, order) if leaf.width else empty
@@ -124,11 +124,11 @@ def _table(
     metadata = {name: value for schema in schemas for name, value in schema.metadata.items()}
     notes = tuple(dict.fromkeys(note for schema in schemas for note in schema.notes))
     facts = schemas[0].facts
-    if facts is not None and len(schemas) == 1:  # a dataset that was written as a whole
+    if facts is not None and len(schemas) == 1:  # written at once by `Dataset.preprocess`
         if any(len(fact) != len(ends) for fact in facts.values()):
             raise DamagedError(f"{source}: expected facts of {len(ends)} episodes, got others.")
         cut = None
-        if VALID in columns:  # which `Dataset` adds again from what it tells
+        if VALID in columns:  # `Dataset` adds it again, from `cut`
             valid = tabular.is_set(columns.pop(VALID)[:])
             where, expected = f"{source}: leaf '{VALID}'", "True but for last steps of episodes"
             check(np.delete(valid, ends - 1).all(), where, expected, "others")

@@ -1,7 +1,7 @@
-"""RLDS: episodes of `steps`, from memory or from any iterator. T steps of an episode.
+"""The format of RLDS: episodes in memory or from an iterator. T steps of one episode.
 
-An episode is a dict with `steps`: a dict of arrays `[T, ...]`, or dicts of one step each. A value
-with a method `numpy` is asked for its array, so no TensorFlow is needed.
+An episode is a dict with `steps`: a dict of arrays `[T, ...]`, or a sequence of dicts, one for each
+step. Values with a method `numpy` are converted by it, so TensorFlow is not needed.
 
 Reference: Ramos et al., RLDS: an Ecosystem to Generate, Share and Use Datasets in Reinforcement
 Learning, 2021.
@@ -32,15 +32,15 @@ Leaves = dict[str, np.ndarray]
 class RLDS(tabular.EpisodeFormat):
     """Episodes of RLDS.
 
-    To be described, all of them are read once. `discount` and other leaves of steps are kept under
-    their own names, numbers beside the steps are facts.
+    Opening reads all episodes once. `discount` and other leaves of steps keep their names; numbers
+    of an episode outside its steps become facts.
 
     Attributes:
-        last: the treatment of the last step (`is_last`) of an episode. By RLDS it has an
-            observation alone, and the rest of it is padding: "drop" takes the observation as the
-            next one of the step before. "keep" takes it as a step with its action and reward, as
-            rlds_dataset_builder and Open X-Embodiment write it; its next observation is in no file
-            (`next/valid` is False). A note tells where "drop" leaves out more than zeros.
+        last: the treatment of the last step (`is_last`) of an episode. In RLDS only its observation
+            counts, and its other leaves are padding: "drop" uses it only as the next observation
+            of the step before. rlds_dataset_builder and Open X-Embodiment write a full step:
+            "keep" keeps it, without a next observation (`next/valid` is False). A note says if
+            "drop" leaves out values other than zero.
     """
 
     name: ClassVar[str] = "rlds"
@@ -54,7 +54,7 @@ class RLDS(tabular.EpisodeFormat):
         checks.choice("last", self.last, ("drop", "keep"))
 
     def matches(self, source: Source) -> bool:
-        """Returns True if the first episode has steps; an iterator would lose it, so all match."""
+        """Returns True if the first episode has steps; always for iterators, which lose it."""
         if isinstance(source, Iterator):
             return True
         if isinstance(source, str | bytes | Mapping) or not (
@@ -64,7 +64,7 @@ class RLDS(tabular.EpisodeFormat):
         return _is_episode(next(iter(_started(source)), None))
 
     def snapshot(self, source: Source) -> "RLDS":
-        """Returns the format of these episodes; those of an iterator are taken into memory."""
+        """Returns a format for this source; reads the episodes of an iterator into memory."""
         snapshot = dataclasses.replace(self)
         if isinstance(source, Iterator):
             vars(snapshot)["_episodes"] = [
@@ -76,7 +76,10 @@ class RLDS(tabular.EpisodeFormat):
         return snapshot
 
     def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
-        """Yields the tables of episodes; goes through all, unless the source is a sequence."""
+        """Yields the place and the table of each episode in `numbers`; None for all.
+
+        Unless the source is a sequence, it is iterated from the start.
+        """
         every, keeps_last = vars(self).get("_episodes", source), self.last == "keep"
         if numbers is None:
             for number, episode in enumerate(_started(every)):
@@ -107,7 +110,7 @@ def _is_episode(episode: Any) -> bool:
 
 
 def _table(where: str, episode: Any, keeps_last: bool) -> Table:
-    """Reads an episode; refuses arrays of several lengths."""
+    """Returns the table of an episode; raises if its arrays differ in length."""
     names = f" with {list(episode)}" if isinstance(episode, Mapping) else ""
     check(_is_episode(episode), where, "a dict with 'steps'", type(episode).__name__ + names)
     every = _arrays(where, episode["steps"])
@@ -140,7 +143,7 @@ def _table(where: str, episode: Any, keeps_last: bool) -> Table:
         if name not in _FLAGS:
             items[f"next/{name}" if within(name, "reward") else name] = leaf[:steps]
         if is_seen(name):
-            # Zeros after a last step that is kept: its next observation is in no file.
+            # A last step that is kept has no next observation: zeros stand in for it.
             after = leaf[1:] if drops else np.concatenate([leaf[1:], np.zeros_like(leaf[:1])])
             items[f"next/{name}"] = after
     check_names(where, items)
@@ -149,7 +152,7 @@ def _table(where: str, episode: Any, keeps_last: bool) -> Table:
 
 
 def _check_flags(where: str, leaves: Leaves) -> None:
-    """Refuses flags that are set amid an episode."""
+    """Raises if `is_first` is set after the first step, or another flag before the last."""
     for name in {*_FLAGS} & leaves.keys():
         flag = leaves[name]
         is_flag = f"{where}: '{name}'"
@@ -160,7 +163,7 @@ def _check_flags(where: str, leaves: Leaves) -> None:
 
 
 def _arrays(where: str, steps: Any) -> Leaves:
-    """Returns all values of all steps by name."""
+    """Returns the leaves `[T, ...]` of an episode's steps by name."""
     got = "an iterator. Make it a list, or give an iterator of episodes, which is taken into memory"
     is_iterator = isinstance(steps, Iterator)
     check(not is_iterator, f"{where}: 'steps'", "what can be gone through again", got)
@@ -176,7 +179,7 @@ def _arrays(where: str, steps: Any) -> Leaves:
 
 
 def _flat(entry: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
-    """Yields name and array of each leaf of nested dicts."""
+    """Yields the name and the array of each leaf of nested dicts."""
     for name, value in entry.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}/")

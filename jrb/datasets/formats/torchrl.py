@@ -1,4 +1,4 @@
-"""TorchRL's dumps of replay buffers, in any of its layouts. R rows of time, E environments."""
+"""The format of TorchRL's replay buffer dumps, in all its layouts. R rows, E environments."""
 
 import dataclasses
 import json
@@ -27,11 +27,11 @@ _KEYS = Keys(episode=("collector", "traj_ids"))
 class TorchRL(TableFormat):
     """Dumps of TorchRL's replay buffers.
 
-    Rewards and done flags of shape `[1]` become `[]`. An episode ends where a flag of the next step
-    says so, and before another number in `collector/traj_ids`, if there is such a leaf.
+    Rewards and done flags of shape `[1]` become `[]`. An episode ends at flags below `next`, and
+    where the number in `collector/traj_ids` changes, if there is such a leaf.
 
     Attributes:
-        keys: paths to the parts of a transition in an item; `episode` names the numbers of
+        keys: the paths of a transition's parts in an item; `episode` is that of the numbers of
             trajectories.
     """
 
@@ -46,7 +46,7 @@ class TorchRL(TableFormat):
     keys: Keys = _KEYS
 
     def matches(self, source: Source) -> bool:
-        """Returns True if there are a storage and the position of its writer."""
+        """Returns True if a folder has a storage, and a writer with a cursor."""
         if not isinstance(source, str) or not os.path.isdir(source):
             return False
         if not any(os.path.isfile(os.path.join(source, "storage", name)) for name in _STORAGES):
@@ -59,7 +59,7 @@ class TorchRL(TableFormat):
 
     @contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """Opens a dump; steps of the default layout stay on the disk until they are read."""
+        """Opens a dump; steps in TorchRL's default layout stay on disk until they are read."""
         key = source, self.keys, self.max_expansion
         yield tabular.cached([os.path.join(source, _WRITER)], key, lambda: self._table(source))
 
@@ -71,7 +71,7 @@ class TorchRL(TableFormat):
         rows = ((oldest + np.arange(count)) % max(count, 1))[:, None] * envs + np.arange(envs)
         items = jax.tree.map(lambda leaf: leaf.reshape(count * envs, *leaf.shape[axes:]), items)
         is_end, has_lost = self._is_end(path, items, rows), info["write_count"] > count
-        # Episodes are in the order in which they began, and then of environments.
+        # Episodes are sorted by their first row, then by environment.
         ranges = list[tuple[int, int, int]]()
         for env in range(envs):
             stops = sorted({count, *(np.flatnonzero(is_end[:, env]) + 1).tolist()} - {0})
@@ -101,7 +101,7 @@ class TorchRL(TableFormat):
         return Table(columns, ends, facts, metadata, notes)
 
     def _is_end(self, path: str, items: Any, rows: np.ndarray) -> np.ndarray:
-        """Returns which rows `[R, E]`, oldest first, end an episode."""
+        """Returns bool `[R, E]`, oldest row first, True for items that end an episode."""
         flags = self.keys.flags(items)
         got = f"items with the leaves {leaf_names(items)}. Name them with keys=jrb.Keys(done=...)"
         check(flags, f"{path}: done", "flags such as next/done", got)

@@ -1,1 +1,1 @@
-"""Readers of file formats, and the columns, ends of episodes and names that layouts share."""
+"""Readers of HDF5, npz, Arrow and images, and the tables of columns that formats build on."""

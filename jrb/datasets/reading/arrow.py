@@ -1,6 +1,6 @@
-"""Parquet and Arrow files that others wrote: opened, looked at, and read column by column.
+"""Reads Parquet and Arrow files of other programs, column by column.
 
-T rows over all files.
+T rows over all files. A group of rows is the unit that a file can read without the rest.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from jrb.datasets.reading.names import check, natural_order
 _ENDINGS = (".parquet", ".arrow", ".feather")
 _SIGNATURES = {b"PAR1": "parquet", b"ARRO": "file", b"\xff\xff\xff\xff": "stream"}
 _PIECE = 1 << 20  # bytes of a column that are decoded at a time
-_OPEN = 32  # files
+_OPEN = 32  # the maximum number of open files
 
 
 def format_of(path: object) -> str | None:
-    """Returns `parquet`, or Arrow's `file` or `stream`, by how a file begins; None for others."""
+    """Returns `parquet`, `file` or `stream` (of Arrow) by a file's first bytes; else None."""
     if not isinstance(path, str) or not os.path.isfile(path):
         return None
     try:
@@ -34,10 +34,10 @@ def format_of(path: object) -> str | None:
 
 
 def tables(path: Any) -> list[str]:
-    """Returns the path of a table, or of those in a folder, `part-9` before `part-10`.
+    """Returns the paths of the tables at a path: itself, or a folder's, `part-9` before `part-10`.
 
-    Hidden files are left out, as those whose names begin with `_`, which hold metadata. A file with
-    the name of a table that is none is kept, so that it is refused when it is opened.
+    Files whose names begin with `.` or `_` are left out: they are hidden or hold metadata. A file
+    that has only the ending of a table is kept, so that opening it raises an error.
     """
     if not isinstance(path, str) or not os.path.isdir(path):
         return [path] if format_of(path) else []
@@ -48,8 +48,8 @@ def tables(path: Any) -> list[str]:
 
 @contextlib.contextmanager
 def refused(path: str) -> Iterator[None]:
-    """Raises `ValueError` with the path for what pyarrow raises over damaged files."""
-    # Before the body: a reader that the end of the program closes can import nothing any more.
+    """Turns pyarrow's errors on damaged files into a `ValueError` that names the path."""
+    # Imported before the body: a reader closed at the program's end can no longer import.
     damage = (require("pyarrow", "datasets").ArrowException, OSError, UnicodeDecodeError)
     try:
         yield
@@ -62,14 +62,14 @@ def refused(path: str) -> Iterator[None]:
 
 
 def starts_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns int64, the sum of the counts before each, and of all."""
+    """Returns the sums of the counts before each entry, and of all, int64 `[len(counts) + 1]`."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
 class TableFile:
-    """A table in a file; `starts`, int64 `[G + 1]`, has the rows before each group, and all.
+    """A table in one file, of G groups; `starts`, int64 `[G + 1]`, are their first rows, and T.
 
-    A group can be read without the others. A stream of Arrow is one, a file has one for each batch.
+    Parquet files have row groups, Arrow files a group for each batch, Arrow streams one group.
     """
 
     def __init__(self, path: str) -> None:
@@ -97,19 +97,19 @@ class TableFile:
         check(len({*names}) == len(names), path, "a name of its own for each column", names)
 
     def column(self, group: int, name: str, rows: int) -> Iterator[Any]:
-        """Yields a column from a group on, in arrays of Arrow of about `rows` rows."""
+        """Yields Arrow arrays of about `rows` rows of a column, from a group on."""
         if self._form != "parquet":
             for batch in self._batches(group, self.schema.get_field_index(name)):
                 yield batch.column(0)
             return
         kind = self.schema.field(name).type
-        # A file of its own: it keeps one number of rows that are read at once for all its columns.
+        # Opened for each column: a ParquetFile reads all its columns with one batch size.
         file = require("pyarrow.parquet", "datasets").ParquetFile(
             self.path,
             metadata=self._metadata,
             memory_map=True,
             page_checksum_verification=True,
-            # A text that many rows share is stored once, and is not copied for each of them.
+            # A dictionary keeps a text that many rows share once, instead of a copy for each row.
             read_dictionary=[name] if _is_text(kind) else None,
         )
         groups = list(range(group, len(self.starts) - 1))
@@ -117,7 +117,7 @@ class TableFile:
             yield batch.column(name)
 
     def check_numbers(self, group: int, path: str, width: int) -> None:
-        """Refuses groups, from one on, that declare many more than `width` numbers a row."""
+        """Raises if groups, from `group` on, declare far more than `width` numbers for each row."""
         for number in range(group, len(self.starts) - 1 if self._form == "parquet" else 0):
             about = self._metadata.row_group(number)
             for column in map(about.column, range(about.num_columns)):
@@ -125,11 +125,11 @@ class TableFile:
                 if name == path or name.startswith(f"{path}.list."):
                     most, count = about.num_rows * max(width, 1), column.num_values
                     where = f"{self.path}: column '{path}'"
-                    is_near = count - most < _PIECE  # then the rows themselves are compared
+                    is_near = count - most < _PIECE  # a smaller excess is found when rows are read
                     check(is_near, where, f"lists of one length, {most} numbers", count)
 
     def _reader(self, fields: list[int]) -> Any:
-        """Opens a reader of some columns, so that no other is decompressed."""
+        """Opens a reader of the columns with these indices; no other is decompressed."""
         pa, ipc = require("pyarrow", "datasets"), require("pyarrow.ipc", "datasets")
         read = ipc.open_stream if self._form == "stream" else ipc.open_file
         options = ipc.IpcReadOptions(included_fields=fields)
@@ -144,9 +144,9 @@ class TableFile:
 
 
 class ArrowFiles:
-    """Tables of the same columns, the rows of which follow each other.
+    """Files with the same columns, seen as one table with the rows of one file after the other.
 
-    With the `counts` of their rows, files are opened when they are read, else all at once.
+    If `counts` gives their numbers of rows, files are opened only when read, else all at once.
     """
 
     def __init__(self, paths: Sequence[str], counts: Sequence[int] | None = None) -> None:
@@ -164,7 +164,7 @@ class ArrowFiles:
         self.starts: np.ndarray = starts_of(counts)
 
     def file(self, number: int) -> TableFile:
-        """Opens a file, of which a few stay open."""
+        """Returns an open file; the last few that were used stay open."""
         file = self._open(self.paths[number])
         rows, counts = file.starts[-1], self._counts
         expected = rows if counts is None else counts[number]
@@ -175,10 +175,10 @@ class ArrowFiles:
 def by_type(
     schema: Any,
 ) -> tuple[dict[str, tuple[str, ...]], list[str], list[tuple[tuple[str, ...], Any]]]:
-    """Returns the columns of numbers, the columns of texts, and all that is no number.
+    """Returns the paths of numeric fields by name, the names of text columns, and other fields.
 
-    By names joined with dots (`observation.arm`), the name of the column and of the fields within
-    it; the names of columns of texts; the same path and Arrow's type of the others.
+    A path is the name of a column and of the struct fields below it; a name joins these by dots
+    (`observation.arm`). Other fields, texts included, are pairs of a path and an Arrow type.
     """
     pa = require("pyarrow", "datasets")
     types, paths, texts = pa.types, dict[str, tuple[str, ...]](), list[str]()
@@ -216,25 +216,25 @@ def _is_list(kind: Any) -> bool:
 
 
 def left_out(others: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
-    """Returns the note on columns that hold no numbers, by names and types."""
+    """Returns the note on columns without numbers, given their names and types, or no note."""
     columns = ", ".join(f"{name} ({kind})" for name, kind in others)
     return (f"Columns that hold no numbers are left out: {columns}.",) * bool(others)
 
 
 class ArrowColumn:
-    """A column of numbers, read from its files by slices, a few megabytes at a time.
+    """A column of numbers that is read from its files by slices, a megabyte at a time.
 
-    Rows have the shape and dtype of the first one. Rows that follow those that were read last are
-    read on from there; for others, reading begins with their group of rows. The path is the name of
-    the column, and those of the fields within it.
+    All rows must have the shape and dtype of the first. A slice that follows the previous one
+    continues its reader; any other begins at the start of its group of rows. `path` is the name of
+    the column, followed by those of the struct fields below it.
     """
 
     def __init__(self, files: ArrowFiles, path: tuple[str, ...]) -> None:
         self._files, self._path = files, path
         self._batches: Iterator[tuple[int, Any]] = iter(())
         self._batch: Any = None
-        self._lock = threading.Lock()  # tables of recordings are kept, and threads share them
-        self._first, self._stop, self._file = 0, -1, 0  # the rows of the batch, and its file
+        self._lock = threading.Lock()  # threads share the cached tables of recordings
+        self._first, self._stop, self._file = 0, -1, 0  # the bounds of the batch, and its file
 
     def __len__(self) -> int:
         return int(self._files.starts[-1])
@@ -248,12 +248,12 @@ class ArrowColumn:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`[T, ...]`."""
+        """The shape `[T, ...]`."""
         return (len(self), *self._example.shape[1:])
 
     @property
     def dtype(self) -> np.dtype:
-        """A dtype of NumPy."""
+        """The NumPy dtype."""
         return self._example.dtype
 
     @property
@@ -272,15 +272,15 @@ class ArrowColumn:
         return values
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-        """Yields arrays of Arrow with these rows, and the number of rows before each."""
+        """Yields Arrow arrays of the rows `start` to `stop`, each with its offset from `start`."""
         row = start
         while row < stop:
-            # Rows before the batch need a new start, and those of later groups are found faster.
+            # Rows before the batch, or in a later group, are read with a new reader.
             if row < self._first or self._stop < self._group_of(row)[2]:
                 self._batches = self._read(row, self._rows_at_once)
                 self._first = self._stop = self._group_of(row)[2]
             while row >= self._stop:
-                self._stop = -1  # after a failure, reading begins at a group again
+                self._stop = -1  # if the read fails, the next call makes a new reader
                 self._first, self._batch = next(self._batches, (row, None))
                 self._check(self._batch is not None, "rows, as the file counts them", "none")
                 self._stop = self._first + len(self._batch)
@@ -289,21 +289,21 @@ class ArrowColumn:
             row = end
 
     def _group_of(self, row: int) -> tuple[int, int, int]:
-        """Returns the file, the group in it, and the first row of the group that a row is in."""
+        """Returns the indices of a row's file and group, and the first row of that group."""
         number = int(np.searchsorted(self._files.starts, row, side="right")) - 1
         begin, starts = int(self._files.starts[number]), self._files.file(number).starts
         group = int(np.searchsorted(starts, row - begin, side="right")) - 1
         return number, group, begin + int(starts[group])
 
     def _read(self, row: int, count: int) -> Iterator[tuple[int, Any]]:
-        """Yields batches of about `count` rows from the group of a row on, and their first row."""
+        """Yields batches of about `count` rows, each with its first row, from `row`'s group on."""
         while row < len(self):
             self._file, group, row = self._group_of(row)
             file = self._files.file(self._file)
             self._check(self._path[0] in file.schema.names, "a column of this name", "none")
             stop = int(self._files.starts[self._file + 1])
             if "_example" in vars(self):
-                # Before they are decoded: a kilobyte can hold gigabytes of zeros in one list.
+                # Checked before decoding: a kilobyte can hold a list of gigabytes of zeros.
                 file.check_numbers(group, ".".join(self._path), math.prod(self.shape[1:]))
             with refused(file.path):
                 for batch in file.column(group, self._path[0], count):
@@ -313,7 +313,7 @@ class ArrowColumn:
             self._check(row == stop, f"rows up to {stop}", str(row))
 
     def _field(self, piece: Any) -> Any:
-        """Returns the field of a column of structs."""
+        """Returns the struct field at this column's path."""
         for name in self._path[1:]:
             piece = piece.flatten()[piece.type.get_field_index(name)]
         return piece

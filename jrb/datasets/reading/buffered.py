@@ -1,4 +1,4 @@
-"""The items of a buffer as a table of its episodes. K episodes, T steps of all of them."""
+"""Reads a buffer's items as a table of its episodes. K episodes, T steps over all of them."""
 
 import contextlib
 import dataclasses
@@ -23,26 +23,26 @@ _PIECE = 32 << 20  # bytes of items that are read together
 
 @dataclasses.dataclass(frozen=True)
 class InMemory(tabular.TableFormat):
-    """A table as the source of a dataset."""
+    """The format of a dataset whose source is a `Table` in memory."""
 
     name: ClassVar[str] = "table in memory"
     looks_for: ClassVar[str] = "a table"
 
     def matches(self, source: Source) -> bool:
-        """Returns True for a table."""
+        """Returns True for a `Table`."""
         return isinstance(source, Table)
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """Yields it."""
+        """Yields the source, which is the table."""
         yield source
 
 
 class EpisodeRows:
-    """The items of a buffer in the order of its episodes, under their names in TED.
+    """Reads a buffer's items in the order of its episodes, as columns under names in TED.
 
-    They are read in pieces, of which two are kept: a read of each episode alone costs a call, and
-    one of any column reads all of them.
+    Items are read in pieces of 32 MiB with all columns, and the last two pieces are cached: columns
+    are read one after the other, and a call for each short episode would be slow.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class EpisodeRows:
         return len(self._slots)
 
     def at(self, rows: slice | np.ndarray) -> dict[str, np.ndarray]:
-        """Reads all leaves of some rows, with both flags in place of those that there are."""
+        """Reads all leaves of some rows, with the stored flags as `terminated` and `truncated`."""
         slots = self._slots[rows]
-        with enable_x64():  # every leaf in the dtype that it has
+        with enable_x64():  # keeps 64-bit dtypes
             items = read.taken(self._buffer, self._state, slots)
         steps = dict(zip(self._leaves, jax.tree.leaves(items), strict=True))
         flags = {name: tabular.is_set(steps.pop(name)) for name in FLAGS if name in steps}
@@ -81,7 +81,7 @@ class EpisodeRows:
         return np.concatenate([self._piece(begin)[name][rows(begin)] for begin in begins])
 
     def _checked(self, begin: int) -> dict[str, np.ndarray]:
-        """Reads a piece; refuses steps amid an episode whose next observation is not valid."""
+        """Reads a piece; raises if a step other than an episode's last has `next/valid` False."""
         steps = self.at(slice(begin, begin + self._size))
         if VALID in steps:
             places = begin + np.flatnonzero(~tabular.is_set(steps[VALID]))
@@ -94,9 +94,9 @@ class EpisodeRows:
 def episode_table(
     where: str, buffer: ReplayBuffer, state: BufferState, leaves: Sequence[str]
 ) -> Table:
-    """Returns the table of the episodes that a buffer holds; items are read when asked for.
+    """Returns the table of a buffer's episodes, whose items are read when they are accessed.
 
-    `leaves` has the names in TED of the leaves of an item, in their order.
+    `leaves` are the names in TED of an item's leaves, in the order of its pytree.
     """
     with enable_x64():
         episodes = read.episodes(buffer, state)

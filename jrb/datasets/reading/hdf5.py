@@ -1,4 +1,4 @@
-"""HDF5 files that others wrote: opened, looked at, and refused where they are damaged."""
+"""Reads HDF5 files of other programs; raises `ValueError` for damaged ones."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ from jrb.datasets.reading.names import check, check_names
 from jrb.datasets.reading.tabular import Column, DerivedColumn
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_DEPTH = 16  # of groups within groups, and of links to links: more only in a circle
+_DEPTH = 16  # maximum depth of groups in groups, and of links to links, against cycles
 
 
 def is_hdf5(path: object) -> bool:
-    """Returns True if a path is that of an HDF5 file."""
+    """Returns True if a path is a file that begins as HDF5."""
     if not isinstance(path, str) or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
@@ -34,7 +34,7 @@ def open_file(path: str) -> Iterator[h5py.File]:
 
 @contextlib.contextmanager
 def _refused(path: str) -> Iterator[None]:
-    """Raises `ValueError` with the path for what HDF5 cannot read."""
+    """Turns errors of HDF5 into a `ValueError` that names the path."""
     try:
         yield
     except (FileNotFoundError, PermissionError):
@@ -46,7 +46,7 @@ def _refused(path: str) -> Iterator[None]:
 
 
 def top(path: Any) -> dict[str, bool]:
-    """Returns the names at the top of a file, True for groups; none if it is no whole HDF5 file."""
+    """Returns the top-level names of a file, True for groups; {} if it is not intact HDF5."""
     if not is_hdf5(path):
         return {}
     try:
@@ -57,10 +57,10 @@ def top(path: Any) -> dict[str, bool]:
 
 
 def below(group: h5py.Group, prefix: str = "") -> dict[str, Column]:
-    """Returns all datasets below a group, of whatever they are, by name (`a/b`).
+    """Returns all datasets below a group by name (`a/b`), of any dtype.
 
-    Soft links are followed within the file. Links, names and datasets that lead elsewhere are
-    refused, as are groups that are in themselves.
+    Soft links within the file are followed. Raises for links, names and datasets that lead out of
+    the file, and for groups that contain themselves.
     """
     path, arrays, is_deep = group.file.filename, dict[str, Column](), prefix.count("/") > _DEPTH
     check(not is_deep, path, f"at most {_DEPTH} groups in each other", "more, or one in itself")
@@ -78,7 +78,7 @@ def below(group: h5py.Group, prefix: str = "") -> dict[str, Column]:
 
 
 def _column(path: str, name: str, entry: h5py.Dataset) -> DerivedColumn:
-    """Returns a column that refuses damage wherever it is read; texts as Python strings."""
+    """Returns the column of a dataset, with texts as Python strings; reads raise for damage."""
     with _refused(path):
         is_elsewhere = entry.external or entry.id.get_create_plist().get_layout() == h5d.VIRTUAL
         got = "an external or virtual one. Copy the data into the file"
@@ -94,14 +94,14 @@ def _column(path: str, name: str, entry: h5py.Dataset) -> DerivedColumn:
 
 
 def own(group: h5py.Group, path: str) -> Any:
-    """Returns the group or dataset at a path below a group of this file; None if there is none."""
+    """Returns the group or dataset at a path below a group, never in another file; else None."""
     filename = group.file.filename
     with _refused(filename):
         return _followed(f"{filename}: '{path}'", group, path, _DEPTH)
 
 
 def _followed(where: str, group: h5py.Group, path: str, depth: int) -> Any:
-    """Opens a path part by part, so that no other file is ever opened."""
+    """Opens a path part by part and checks each link, so that no other file is opened."""
     entry: Any = group.file["/"] if path.startswith("/") else group
     for part in path.split("/"):
         if part in ("", "."):
@@ -125,13 +125,13 @@ def strings(group: h5py.Group, limit: ExpansionLimit) -> dict[str, Any]:
     for name in map(str, group):
         entry = own(group, name)
         if isinstance(entry, h5py.Dataset) and entry.shape == () and not entry.external:
-            limit.add(declared_nbytes({name: entry}))  # a text of fixed length can declare 2 GiB
+            limit.add(declared_nbytes({name: entry}))  # a fixed-length text can declare 2 GiB
             values[name] = plain(entry[()])
     return values
 
 
 def plain(value: object) -> Any:
-    """Returns a value of an attribute as one of Python."""
+    """Returns the value of an HDF5 attribute as a Python value."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if isinstance(value, np.ndarray | np.generic):

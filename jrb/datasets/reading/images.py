@@ -1,4 +1,4 @@
-"""Columns of images: encoded in tables, and frames of videos.
+"""Columns of images, decoded from tables or from videos.
 
 K episodes, T steps over all of them. Images are `[height, width, channel]`.
 """
@@ -14,11 +14,11 @@ from jrb.datasets.reading import arrow
 from jrb.datasets.reading.names import check
 from jrb.datasets.reading.tabular import Column, DerivedColumn
 
-_AT_ONCE = 16  # images
+_AT_ONCE = 16  # the number of images that are decoded at once
 
 
 def decoded(data: bytes, where: str) -> np.ndarray:
-    """Decodes an image, `[height, width]` or `[height, width, channel]`; refuses a damaged one."""
+    """Decodes an image to `[height, width]` or `[height, width, channel]`; raises if damaged."""
     pillow = require("PIL.Image", "datasets")
     try:
         with pillow.open(io.BytesIO(data)) as image:
@@ -28,7 +28,7 @@ def decoded(data: bytes, where: str) -> np.ndarray:
 
 
 class ImageColumn(arrow.ArrowColumn):
-    """A column of encoded images, bytes or `{bytes, path}`, decoded when they are read.
+    """A column of encoded images, which are bytes or `{bytes, path}`; reading decodes them.
 
     Gray images get an axis of one channel, unless `has_channels` is False.
     """
@@ -46,7 +46,7 @@ class ImageColumn(arrow.ArrowColumn):
     def _values(self, piece: Any) -> np.ndarray:
         types = require("pyarrow", "datasets").types
         array = self._field(piece)
-        if types.is_struct(array.type):  # paths are not followed
+        if types.is_struct(array.type):  # files at its paths are not read
             place = array.type.get_field_index("bytes")
             self._check(place >= 0, "a field 'bytes'", str(array.type))
             array = array.flatten()[place]
@@ -71,10 +71,10 @@ def video_column(
     shape: tuple[int, int, int],
     fps: float,
 ) -> DerivedColumn:
-    """Returns the frames of videos, uint8 RGB, decoded when they are read.
+    """Returns a column of uint8 RGB frames from videos, decoded when they are read.
 
-    Videos and the times in them at which episodes begin, float64 `[K]`, are those of the episodes,
-    `times` those of steps within their episodes, all in seconds. `ends` is as of a table.
+    `videos` are the files of the K episodes, and `begins`, float64 `[K]`, their first times in
+    these, in seconds; `times`, `[T]`, are the seconds from there. `ends` is as in `Table`.
     """
 
     def read(start: int, stop: int) -> np.ndarray:
@@ -93,12 +93,12 @@ def video_column(
 
 
 def _nearest_frames(path: str, times: np.ndarray, tolerance: float) -> Iterator[np.ndarray]:
-    """Yields the frames nearest to rising times in seconds; refuses a file without."""
+    """Yields the frames nearest to ascending times in seconds; raises if one is too far."""
     av = require("av", "video")
     try:
         with av.open(path) as container:
             stream = container.streams.video[0]
-            # Decoding begins at the last frame before the first time that needs no other frame.
+            # Seeking finds the last key frame before the first time; decoding begins there.
             begin = max(0.0, times[0] - tolerance) / stream.time_base
             container.seek(int(begin) + (stream.start_time or 0), stream=stream)
             frames = container.decode(stream)

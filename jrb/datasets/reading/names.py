@@ -1,4 +1,4 @@
-"""Names that files have for their arrays, and the leaves in TED that they stand for."""
+"""Maps the names of arrays in files to the names of leaves in TED."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from jrb.keys import TED, Keys, path_name, within
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Keys) if field.name != "episode")
 ROLES = {**{name: path_name(getattr(TED, name)) for name in FIELDS}, "episode": "episode"}
-"""The fields of `jrb.Keys`, and the names that TED has for them."""
+"""The fields of `jrb.Keys`, here called roles, and the names of their leaves in TED."""
 
 _USUAL = {
     "observation": ("obs", "observation", "observations"),
@@ -23,24 +23,24 @@ _USUAL = {
 }
 _ROLE_OF = {name: role for role, names in _USUAL.items() for name in names}
 _SEPARATOR = re.compile(r"[./]")
-_DEPTH = 64  # parts of a name
+_DEPTH = 64  # maximum number of parts of a name
 
 
 def check(is_right: object, where: object, expected: str, got: object) -> None:
-    """Raises `ValueError` that names the file, what was expected in it, and what it has."""
+    """Raises `ValueError` unless `is_right`; the message names file, expectation and finding."""
     if not is_right:
         raise ValueError(f"{where}: expected {expected}, got {got}.")
 
 
 def natural_order(name: str) -> list[tuple[int, int, str]]:
-    """Returns the key that sorts `part-9` before `part-10`, whatever is around the numbers."""
+    """Returns a sort key that orders names by the numbers in them: `part-9` before `part-10`."""
     parts = re.findall(r"\d+|\D+", name)
     key = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
-    return [*key, (2, 0, name)]  # `a1` and `a01` have an order too
+    return [*key, (2, 0, name)]  # so that `a1` and `a01` differ
 
 
 def check_names(source: object, names: Iterable[str]) -> None:
-    """Refuses names that lead elsewhere, and such as no nested dict could hold together."""
+    """Raises for names such as `../a`, and for names that no nested dict can hold together."""
     seen: set[str] = set()
     for name in names:
         parts = name.split("/")
@@ -54,7 +54,7 @@ def check_names(source: object, names: Iterable[str]) -> None:
 
 
 def _above(name: str) -> set[str]:
-    """Returns `a` and `a/b` for `a/b/c`."""
+    """Returns the names above a name: `a` and `a/b` for `a/b/c`."""
     parts = name.split("/")
     return {"/".join(parts[:count]) for count in range(1, len(parts))}
 
@@ -62,13 +62,13 @@ def _above(name: str) -> set[str]:
 def to_ted(
     names: Iterable[str], mapping: Mapping[str, Any] | Keys | None, source: object
 ) -> dict[str, str]:
-    """Returns the leaves in TED of names in a file, `{"rewards": "next/reward"}`.
+    """Returns the leaf in TED for each name in a file, such as `{"rewards": "next/reward"}`.
 
-    A mapping leads from names to fields of `jrb.Keys` (`"reward"`) or to leaves of TED
-    (`("next", "reward")`, `"next/reward"`); or it is `jrb.Keys` with the names in the file. Names
-    that it lacks are looked up among usual ones (`obs`, `next_obs`, `rewards`, ...). Others stay.
-    Dots in them are levels, as slashes are; a name that is mapped or usual takes along the names
-    below it (`obs.arm`, `obs/arm`).
+    `mapping` is a dict from names in the file to fields of `jrb.Keys` (`"reward"`) or to leaves of
+    TED (`("next", "reward")`, `"next/reward"`); or a `jrb.Keys` with the names in the file. Names
+    without a mapping are looked up in a list of usual ones (`obs`, `next_obs`, `rewards`, ...), and
+    else kept. Dots and slashes separate levels: a name that is mapped or usual also renames the
+    names below it (`obs.arm`, `obs/arm`).
     """
     names = list(names)
     mapped, leaves = _mapped(names, mapping, source), dict[str, str]()
@@ -82,7 +82,7 @@ def to_ted(
             leaves[name] = usual
         else:
             leaves[name] = "/".join(parts) if all(parts) else name
-    # Leaves below others, as `action.tokens` beside `action`, keep the name that they have.
+    # A leaf below another one, such as `action.tokens` if there is `action`, keeps its name.
     every = set(leaves.values())
     is_below = {
         name: "/" not in name and bool(_above(leaf) & every) for name, leaf in leaves.items()
@@ -98,7 +98,7 @@ def episode_text(
     mapping: Mapping[str, Any] | Keys | None,
     source: object,
 ) -> list[str]:
-    """Returns the name of texts that tell episodes apart, in a list; an empty one if none do."""
+    """Returns [name] of the column of texts that identifies the episode of each step, or []."""
     names, texts, episode = list(names), list(texts), ROLES["episode"]
     mapped = _mapped([*names, *texts], mapping, source)
     mapped_texts = [text for text in texts if text in mapped]
@@ -112,10 +112,10 @@ def episode_text(
 
 
 def ted_names(names: Iterable[str], keys: Keys, roles: Iterable[str] = FIELDS) -> dict[str, str]:
-    """Returns the leaves in TED of leaves of a buffer's items; those without a role keep theirs."""
+    """Returns the leaf in TED for each leaf of a buffer's items; leaves without a role stay."""
     leaves, paths = dict[str, str](), {role: path_name(getattr(keys, role)) for role in roles}
     for name in names:
-        # The longest path counts: `obs/now` may be the observation, and `obs` the next one.
+        # The longest path wins: `obs/now` may be the observation, and `obs` the next observation.
         fitting = [role for role, path in paths.items() if within(name, path)]
         role = max(fitting, key=lambda role: len(paths[role]), default=None)
         leaves[name] = name if role is None else ROLES[role] + name[len(paths[role]) :]
@@ -123,7 +123,7 @@ def ted_names(names: Iterable[str], keys: Keys, roles: Iterable[str] = FIELDS) -
 
 
 def leaves_in_ted(source: object, names: Iterable[str], keys: Keys) -> dict[str, str]:
-    """Returns the leaves in TED of all leaves of a buffer's items, with a reward among them."""
+    """Returns the leaf in TED for each leaf of a buffer's items; raises without a reward."""
     names, path = list(names), path_name(keys.reward)
     got = f"items with the leaves {names}. Name the right one with keys=jrb.Keys(reward=...)"
     has_reward = any(within(name, path) for name in names)
@@ -136,7 +136,7 @@ def leaves_in_ted(source: object, names: Iterable[str], keys: Keys) -> dict[str,
 def _mapped(
     names: list[str], mapping: Mapping[str, Any] | Keys | None, source: object
 ) -> dict[str, str]:
-    """Returns the leaves of TED by names in the file, as a mapping has them."""
+    """Returns a mapping in one form: leaf in TED by name in the file; raises if it is wrong."""
     if mapping is None:
         return {}
     is_present = lambda name: any(_match(other, {name: name})[0] is not None for other in names)
@@ -144,7 +144,7 @@ def _mapped(
     if isinstance(mapping, Keys):
         for role, leaf in ROLES.items():
             path = path_name(getattr(mapping, role))
-            # TED's own paths are the defaults, so that the file may lack them.
+            # A path equal to TED's may be a default of `Keys`, so the file may lack it.
             if path and (path != leaf or role == "episode" or is_present(path)):
                 mapped[path] = leaf
     elif isinstance(mapping, Mapping):
@@ -167,7 +167,7 @@ def _mapped(
 
 
 def _match(name: str, mapped: Mapping[str, str]) -> tuple[str | None, list[str]]:
-    """Returns the longest mapped name that a name is or lies below, and its parts below that."""
+    """Returns the longest mapped name that equals or contains a name, and the parts below it."""
     for head in sorted(mapped, key=len, reverse=True):
         for form in (head, head.replace("/", ".")):
             if name == form or name.startswith((form + "/", form + ".")):
@@ -176,7 +176,7 @@ def _match(name: str, mapped: Mapping[str, str]) -> tuple[str | None, list[str]]
 
 
 def _usual(name: str) -> str | None:
-    """Returns the leaf of TED that a usual name stands for."""
+    """Returns the leaf in TED for a usual name such as `obs` or `next.reward`; else None."""
     first, *parts = _SEPARATOR.split(name)
     if first != "next" or not parts:
         role = _ROLE_OF.get(first)
@@ -187,7 +187,7 @@ def _usual(name: str) -> str | None:
 
 
 def _check_apart(leaves: dict[str, str], source: object, option: str) -> None:
-    """Refuses leaves that two names have, that are below others, and that are no paths."""
+    """Raises if two names have one leaf, a leaf is below another, or a leaf is not a path."""
     every = list(leaves.values())
     for name, leaf in leaves.items():
         is_path = {"", ".", ".."}.isdisjoint(leaf.split("/"))

@@ -1,7 +1,4 @@
-"""`.npz` archives that other programs wrote, read one array at a time, as `np.load` does.
-
-T rows.
-"""
+"""Reads `.npz` archives of other programs, one array at a time, as `np.load` does. T rows."""
 
 import contextlib
 import functools
@@ -19,31 +16,31 @@ from jrb.datasets.reading.names import check_names
 from jrb.datasets.reading.tabular import Column, DerivedColumn, by_content
 
 _SIGNATURE, _SUFFIX = b"PK\x03\x04", ".npy"
-_END, _END_SIZE = b"PK\x05\x06", 22 + (1 << 16)  # of the directory, with the longest comment
+_END, _END_SIZE = b"PK\x05\x06", 22 + (1 << 16)  # a zip's end record, with the longest comment
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
-# Raised by zipfile, zlib and NumPy; `NotImplementedError` is a `RuntimeError`.
+# Errors of zipfile, zlib and NumPy on damage; `RuntimeError` includes `NotImplementedError`.
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
 
 
 @contextlib.contextmanager
 def open_file(path: str, max_expansion: float = MAX_EXPANSION) -> Iterator[dict[str, Column]]:
-    """Opens an archive: its arrays by name (`a/b`), and None for members that are no arrays.
+    """Opens an archive; yields its arrays by name (`a/b`), None for members that are no arrays.
 
-    Refuses one that is cut short, damaged or encrypted, or declares more bytes than `max_expansion`
-    times those that it stores.
+    Raises if it is cut short, damaged or encrypted, or declares more than `max_expansion` times
+    the bytes that it stores.
     """
     with _archive(path) as archive:
         members = archive.infolist()
-        # Nothing is decompressed before this: a kilobyte can hold gigabytes of zeros.
+        # Checked before decompression: a kilobyte can hold gigabytes of zeros.
         ExpansionLimit(path, [path], max_expansion).add(sum(each.file_size for each in members))
         arrays = {_name(info): _array(path, archive, info) for info in members}
         *_, others = by_content(arrays)
         for info in members:
             if _name(info) in others:
-                # Damage may have made this of an array, so its CRC-32 is compared at once.
+                # It may be a damaged array, so it is read to the end, where zipfile checks CRC-32.
                 with _refused(path, info), archive.open(info) as file:
                     while file.read(1 << 20):
                         pass
@@ -51,7 +48,7 @@ def open_file(path: str, max_expansion: float = MAX_EXPANSION) -> Iterator[dict[
 
 
 def is_npz(path: object) -> bool:
-    """Returns True if a file begins as an archive."""
+    """Returns True if a path is a file that begins as a zip archive."""
     if not isinstance(path, str) or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
@@ -59,7 +56,7 @@ def is_npz(path: object) -> bool:
 
 
 def top(path: Any) -> set[str]:
-    """Returns the names of the arrays of numbers; none if this is no whole archive."""
+    """Returns the names of the numeric arrays in a file; none if it is not an intact archive."""
     if not is_npz(path):
         return set()
     try:
@@ -81,7 +78,7 @@ def _archive(path: str) -> Iterator[zipfile.ZipFile]:
         with _refused(path):  # not by np.load, which leaves a damaged file open
             archive = stack.enter_context(zipfile.ZipFile(path))
             count = len(archive.infolist())
-            # zipfile ignores members that are in the directory's count and not in the directory.
+            # zipfile accepts a directory with fewer members than the archive's end record counts.
             with open(path, "rb") as file:
                 file.seek(max(0, os.path.getsize(path) - _END_SIZE))
                 tail = file.read()
@@ -94,15 +91,15 @@ def _archive(path: str) -> Iterator[zipfile.ZipFile]:
 
 
 def _array(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> DerivedColumn | None:
-    """Reads the header of an array; None for a member that is no array, or one of objects.
+    """Reads the header of an array; returns None if a member is no array, or one of objects.
 
-    The array is read as a whole when its first row is asked for.
+    The whole array is read at the first access to a row.
     """
     with _refused(path, info), archive.open(info) as file:
         if not info.filename.endswith(_SUFFIX):
             return None
         version = np.lib.format.read_magic(file)
-        if version not in _HEADERS:  # others have names of fields in Unicode, which no column has
+        if version not in _HEADERS:  # version 3 is only for structured dtypes, which are left out
             return None
         shape, _, dtype = _HEADERS[version](file)
         if dtype.hasobject:
@@ -113,7 +110,7 @@ def _array(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Derive
 
     @functools.cache
     def whole() -> np.ndarray:
-        # The end of a member is reached, where zipfile compares the CRC-32, as the sizes fit.
+        # The sizes fit, so this reads to the end of the member, where zipfile checks its CRC-32.
         with _refused(path, info), archive.open(info) as file:
             return np.lib.format.read_array(file, allow_pickle=False)
 
@@ -122,7 +119,7 @@ def _array(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Derive
 
 @contextlib.contextmanager
 def _refused(path: str, info: zipfile.ZipInfo | None = None) -> Iterator[None]:
-    """Raises `ValueError` with the file and the member for damage that zipfile or NumPy find."""
+    """Turns errors of zipfile and NumPy on damage into a `ValueError` with file and member."""
     try:
         yield
     except (FileNotFoundError, PermissionError):

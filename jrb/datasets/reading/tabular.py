@@ -1,4 +1,4 @@
-"""Steps as columns, one row a step, and the formats that are read this way.
+"""Tables of columns with one row per step, and the base classes of formats that have them.
 
 K episodes, T steps over all of them.
 """
@@ -30,7 +30,7 @@ _TEXTS = (
 )
 
 Column = Any
-"""A leaf of all steps `[T, ...]`: an array, or data with its shape, dtype, length and slices."""
+"""A leaf of all steps `[T, ...]`: an array, or an object with shape, dtype, length and slices."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class DerivedColumn:
 
     shape: tuple[int, ...]  # `[T, ...]`
     dtype: Any
-    read: Callable[[int, int], np.ndarray]  # from the first row, up to another one
+    read: Callable[[int, int], np.ndarray]  # returns the rows from `start` to `stop`
     is_shared: bool = False  # True if another column reads the same data
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class DerivedColumn:
 
 
 def flag_column(column: Column, name: str, source: object) -> DerivedColumn:
-    """Returns a column `[T]` or `[T, 1]` of zeros and ones, of any dtype, as bool `[T]`."""
+    """Returns the bool column `[T]` of a column `[T]` or `[T, 1]` of 0 and 1 in any dtype."""
     where, row = f"{source}: '{name}'", list(column.shape[1:])
     check(np.prod(row, dtype=np.int64) == 1, where, "a flag for each step", row)
 
@@ -64,10 +64,10 @@ def flag_column(column: Column, name: str, source: object) -> DerivedColumn:
 
 
 def rows_at(column: Column, rows: np.ndarray) -> DerivedColumn:
-    """Returns the rows of a column at positions, int64 `[T]`."""
+    """Returns the column of another column's rows at the positions `rows`, int64 `[T]`."""
 
     def read(start: int, stop: int) -> np.ndarray:
-        # One slice for each run of neighbours, as the rows between runs may belong to others.
+        # One slice for each run of neighbours, so that the rows between runs are not read.
         positions = rows[start:stop]
         runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
         parts = [column[int(run[0]) : int(run[-1]) + 1] for run in runs if len(run)]
@@ -77,9 +77,9 @@ def rows_at(column: Column, rows: np.ndarray) -> DerivedColumn:
 
 
 def with_next(columns: Mapping[str, Column], steps: int, heads: Sequence[str]) -> dict[str, Column]:
-    """Returns the columns of an episode, those below `heads` with T + 1 rows as two columns.
+    """Returns an episode's columns, where a column with T + 1 rows below `heads` becomes two.
 
-    The second one, under `next/`, begins a row later. Both are read together.
+    One has the first T rows, the other, under `next/`, the last T. Both share one read.
     """
     leaves: dict[str, Column] = {}
     for name, column in columns.items():
@@ -94,24 +94,24 @@ def with_next(columns: Mapping[str, Column], steps: int, heads: Sequence[str]) -
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """The contents of files with a row for each step.
+    """The contents of files with one row per step.
 
-    Columns `[T, ...]` go by the names of leaves in TED (`observation/image`, `next/reward`).
-    Without `next/observation`, that is the observation of the next row.
+    Columns `[T, ...]` have the names of leaves in TED (`observation/image`, `next/reward`). If
+    there is no `next/observation`, the next row's observation stands in for it.
     """
 
     columns: Mapping[str, Column]
-    ends: np.ndarray  # int64 `[K]`, the number of steps up to the end of each episode
-    # As in `Description`:
+    ends: np.ndarray  # int64 `[K]`, the row after the last step of each episode
+    # The next three are as in `Description`.
     facts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     left_out: Iterable[str] = ()  # the names of arrays that are not read
-    cut: np.ndarray | None = None  # as in `Description`; None to tell it from the flags
+    cut: np.ndarray | None = None  # as in `Description`; None to derive it from the flags
 
     @property
     def has_next(self) -> bool:
-        """True if the next observations are columns of their own."""
+        """True if the table has columns of next observations."""
         return any(name.split("/")[:2] == ["next", "observation"] for name in self.columns)
 
     @property
@@ -124,7 +124,7 @@ class Table:
 
     @property
     def is_cut(self) -> np.ndarray | None:
-        """Bool `[K]`: the last step lacks its next observation; None if the files have all."""
+        """Bool `[K]`, True if the last step has no next observation; None if all have one."""
         if self.cut is not None or self.has_next:
             return self.cut
         has_steps = np.diff(self.ends, prepend=0) > 0
@@ -133,47 +133,47 @@ class Table:
         return is_cut
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """Returns where an episode begins and ends."""
+        """Returns the first row of an episode, and the row after its last."""
         return int(self.ends[number - 1]) if number else 0, int(self.ends[number])
 
     def rewards(self, start: int, stop: int) -> Any:
-        """Reads the rewards of the steps from `start` to `stop`, and nothing else."""
+        """Reads the rewards of the rows `start` to `stop`, and nothing else."""
         names = [name for name in self.columns if within(name, "next/reward")]
         return nest({name: self.columns[name][start:stop] for name in names})["next"]["reward"]
 
     def rows(self, start: int, stop: int) -> Episode:
-        """Reads the steps from `start` to `stop`, in TED."""
+        """Reads the rows `start` to `stop` as steps in TED."""
         leaves: dict[str, np.ndarray] = {}
         has_next, beyond = self.has_next, min(stop + 1, int(self.ends[-1]))
         first, last = np.searchsorted(self.ends, [start + 1, stop + 1])
         for name, column in self.columns.items():
             if has_next or not is_seen(name):
                 rows = column[start:stop]
-                # A column in memory is read again for other episodes, so writes must not reach it.
+                # Users may write to what they get, which must not change a column in memory.
                 leaves[name] = rows.copy() if isinstance(column, np.ndarray) else rows
                 continue
             rows = column[start:beyond]
             after = np.zeros((stop - start, *rows.shape[1:]), rows.dtype)
             after[: len(rows) - 1] = rows[1:]
-            after[self.ends[first:last] - 1 - start] = 0  # no row follows the last of an episode
+            after[self.ends[first:last] - 1 - start] = 0  # the next row is of another episode
             leaves[name], leaves["next/" + name] = rows[: stop - start], after
         return nest(leaves)
 
 
 def is_seen(name: str) -> bool:
-    """Returns True if a leaf is of the observation."""
+    """Returns True for the name of the observation or of a leaf below it."""
     return name.split("/")[0] == "observation"
 
 
 class TableFormat(Indexed):
-    """A format whose files have a row for each step: `table` in place of the other methods."""
+    """A format whose files have one row per step; subclasses define `matches` and `table`."""
 
     @abc.abstractmethod
     def table(self, source: Source) -> contextlib.AbstractContextManager[Table]:
-        """Opens the files."""
+        """Opens the files of a dataset as a table."""
 
     def describe(self, source: Source) -> Description:
-        """Describes the dataset, from the shapes of columns and the ends of episodes."""
+        """Returns the facts about the dataset, from its columns' shapes and the episodes' ends."""
         with self.table(source) as table:
             lengths = np.diff(table.ends, prepend=0).astype(np.int64)
             notes = (*table.notes, *left_out_note(table.left_out))
@@ -181,13 +181,13 @@ class TableFormat(Indexed):
             return Description(table.spec, lengths, table.is_cut, facts, metadata, notes)
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """Yields the episodes of these numbers."""
+        """Yields the episodes at the indices `numbers`."""
         with self.table(source) as table:
             for number in numbers:
                 yield table.rows(*table.bounds(number))
 
     def blocks(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """Yields the same steps in blocks; episodes that are neighbours are read together."""
+        """Yields the steps of these episodes in blocks; neighbours in the files share blocks."""
         with self.table(source) as table:
             steps, ranges = int(table.ends[-1]) if len(table.ends) else 0, list[tuple[int, int]]()
             rows = max(1, _BLOCK * steps // max(1, declared_nbytes(table.columns)))
@@ -206,31 +206,31 @@ class TableFormat(Indexed):
 
 
 EpisodeTables = Iterator[tuple[object, Table]]
-"""Tables of single episodes, and where each is, for messages."""
+"""Pairs of an episode's place for error messages, such as its file, and its table."""
 
 
 class EpisodeFormat(Indexed):
-    """A format in which each episode is a table of its own, with facts that are single values."""
+    """A format in which each episode is a `Table` of its own, with a single value per fact."""
 
     def files(self, source: Source) -> list[str]:
-        """Returns the files of a dataset, in order."""
+        """Returns the files of a dataset in order; by default none, for sources in memory."""
         return []
 
     @abc.abstractmethod
     def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
-        """Yields the tables of episodes, all for None, and where each is."""
+        """Yields the place and the table of each episode in `numbers`; None for all."""
 
     def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """Returns metadata and notes; see `Description`."""
+        """Returns the dataset's metadata and notes; see `Description`."""
         return {}, ()
 
     def describe(self, source: Source) -> Description:
-        """Describes the dataset, from the shapes and the flags of all episodes."""
+        """Returns the facts about the dataset, from the shapes and flags of all episodes."""
         spec, lengths, is_cut = None, list[int](), list[bool]()
         every, left_out, more = list[Mapping[str, Any]](), set[str](), set[str]()
         limit = ExpansionLimit(source, self.files(source), self.max_expansion)
         for where, table in self.tables(source, None):
-            # Before anything is read; each column of a file counts once.
+            # Checked before anything is read; columns that share data count once.
             own = {n: c for n, c in table.columns.items() if not getattr(c, "is_shared", True)}
             limit.add(declared_nbytes(own))
             spec = table.spec if spec is None else spec
@@ -254,7 +254,7 @@ class EpisodeFormat(Indexed):
         return Description(spec, np.array(lengths, np.int64), cut, facts, metadata, notes)
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """Yields the episodes of these numbers."""
+        """Yields the episodes at the indices `numbers`."""
         for _, table in self.tables(source, numbers):
             yield table.rows(0, int(table.ends[0]))
 
@@ -266,12 +266,12 @@ class EpisodeFormat(Indexed):
 
 @functools.lru_cache(maxsize=16)
 def _results(key: Hashable) -> list[Any]:
-    """Returns the list that holds the result of a key."""
+    """Returns the list that caches the result for a key; it is empty at first."""
     return []
 
 
 def cached(files: Iterable[str], key: Hashable, compute: Callable[[], Any]) -> Any:
-    """Returns the result of a costly look at files, computed again when they have changed."""
+    """Returns `compute()`, cached for `key` until one of the files changes."""
     stats = ((path, os.stat(path)) for path in files if os.path.exists(path))
     stamps = [(path, stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats]
     results = _results((key, *stamps))
@@ -288,14 +288,14 @@ def table_of(
     key: Hashable = None,
     **description: Any,
 ) -> Table:
-    """Returns the table of columns, after reading all flags that tell where episodes end.
+    """Returns the table of columns; reads all flags to find the ends of episodes.
 
     An episode ends at flags (`next/terminated`, `next/truncated`, `next/done`; see
-    `combined_flags`), and before a step with another `episode`. They are read once as long as
-    `files` stay the same; `key` holds the options on which they depend.
+    `combined_flags`), and where the value of `episode` changes. The ends are cached until `files`
+    change; `key` holds the options on which they depend.
     """
     read = functools.partial(_read_ends, columns, source)
-    # Tables share these arrays, so they are only read.
+    # All tables of these files share the cached arrays, so they must not be written to.
     flags, ends, facts, notes = cached(files, key, read) if files else read()
     steps = {name: each for name, each in columns.items() if name != DONE} | flags
     notes += description.pop("notes", ())
@@ -305,7 +305,7 @@ def table_of(
 def _read_ends(
     columns: Mapping[str, Column], source: object
 ) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, np.ndarray], tuple[str, ...]]:
-    """Reads columns that tell the ends of episodes; returns them, the ends, facts and notes."""
+    """Reads the flags and `episode`; returns these columns, the ends, facts and notes."""
     names = [name for name in FLAGS if name in columns]
     check(
         bool(names) or EPISODE in columns,
@@ -362,7 +362,7 @@ def is_set(flags: np.ndarray) -> np.ndarray:
 
 
 def ends_of(is_end: np.ndarray) -> np.ndarray:
-    """Returns int64 `[K]`, where episodes end, by flags `[T]`; the last step ends one too."""
+    """Returns the ends of episodes, int64 `[K]`, given flags `[T]`; the last step ends one too."""
     last = [len(is_end)] if len(is_end) else []
     return np.unique(np.append(np.flatnonzero(is_end) + 1, last)).astype(np.int64)
 
@@ -370,7 +370,7 @@ def ends_of(is_end: np.ndarray) -> np.ndarray:
 def by_content(
     arrays: Mapping[str, Column],
 ) -> tuple[dict[str, Column], dict[str, Column], set[str]]:
-    """Returns the arrays of numbers, those of texts `[T]`, and the names of the others."""
+    """Returns the numeric arrays, the arrays of texts `[T]`, and the names of all others."""
     numbers, texts = dict[str, Column](), dict[str, Column]()
     for name, array in arrays.items():
         if array is None or not array.shape:
@@ -384,13 +384,13 @@ def by_content(
 
 
 def check_present(source: object, present: Iterable[str], names: Iterable[str]) -> None:
-    """Refuses files that lack an array."""
+    """Raises if one of `names` is not `present`."""
     for name in names:
         check(name in present, source, f"an array '{name}'", list(present))
 
 
 def check_roles_present(source: object, leaves: Mapping[str, str], roles: Sequence[str]) -> None:
-    """Refuses names of which none stands for an observation or an action."""
+    """Raises if one of the `roles`, such as "action", has none of the `leaves` in TED."""
     for role in roles:
         is_there = any(leaf.split("/")[0] == role for leaf in leaves.values())
         cure = f"Tell which it is: mapping={{<its name>: '{role}'}}"
@@ -398,12 +398,12 @@ def check_roles_present(source: object, leaves: Mapping[str, str], roles: Sequen
 
 
 def check_lengths(source: object, columns: Mapping[str, Column]) -> None:
-    """Refuses columns of several lengths."""
+    """Raises if columns differ in length."""
     lengths = {name: len(column) for name, column in columns.items()}
     check(len({*lengths.values()}) < 2, source, "arrays of one length", lengths)
 
 
 def left_out_note(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the note on arrays that were left out; none if all were read."""
+    """Returns the note on the arrays that were left out, or no note if there are none."""
     left_out = ", ".join(f"'{name}'" for name in sorted(names))
     return (f"Left out, as no arrays of numbers for each step: {left_out}.",) * bool(left_out)

@@ -1,1 +1,1 @@
-"""Recordings: everything a buffer is given, kept on disk by `jrb.datasets.Recorder`."""
+"""The recorder, which appends transitions to a dataset on disk, and its files."""

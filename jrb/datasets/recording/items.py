@@ -1,7 +1,4 @@
-"""The items of a recorder: their structure, where their parts are, and checks of what it is given.
-
-T time, E environments.
-"""
+"""The structure of a recorder's items, and checks of new items. T time, E environments."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +19,7 @@ _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def is_keys(dtype: Any) -> bool:
-    """Returns True for the dtype of typed PRNG keys."""
+    """Returns True if a dtype is that of typed PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
@@ -31,21 +28,21 @@ class ItemSpec:
     """The structure, shapes and dtypes of items, and the roles of their leaves."""
 
     structure: Any
-    specs: list[Any]  # of leaves, in NumPy's dtypes or those of keys
-    names: list[str]
-    arrays: list[RecordedLeaf]  # the leaves as they are recorded, under their names in TED
-    flags: dict[str, int]  # the positions of flags, by their fields of `jrb.Keys`
-    episode: int | None  # the position of the number of the episode
+    specs: list[Any]  # the shape and dtype of each leaf, without leading axes
+    names: list[str]  # the names of the leaves
+    arrays: list[RecordedLeaf]  # the leaves as they are recorded, with their names in TED
+    flags: dict[str, int]  # the index of the leaf of each flag, by its field of `jrb.Keys`
+    episode: int | None  # the index of the leaf with the episode number; None if there is none
 
     @property
     def leaves(self) -> tuple[RecordedLeaf, ...]:
-        """The leaves without flags, sorted by name."""
+        """The recorded leaves that are not flags, sorted by name."""
         kept = [leaf for n, leaf in enumerate(self.arrays) if n not in self.flags.values()]
         return tuple(sorted(kept, key=lambda leaf: leaf.name))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for readers of a dataset of such items."""
+        """Notes on these items for users of the dataset, about keys and missing flags."""
         notes = [
             f"'{leaf.name}' holds the words of PRNG keys: "
             f"jax.random.wrap_key_data(words, impl='{leaf.key_impl}') makes them keys."
@@ -62,7 +59,7 @@ class ItemSpec:
         return tuple(notes)
 
     def check(self, items: Any, lead: tuple[int, ...], verb: str) -> list[Any]:
-        """Returns the checked leaves `[*lead, ...]` of items, with Python's numbers as arrays."""
+        """Returns the leaves `[*lead, ...]` of items, numbers as arrays; raises if one differs."""
         leaves, structure = jax.tree.flatten(items)
         if structure != self.structure:
             ours, names = set(self.names), leaf_names(items)
@@ -94,7 +91,7 @@ class ItemSpec:
 
 
 def _number(leaf: object, spec: Any, where: str) -> np.ndarray:
-    """Returns a number of Python as an array of the dtype that JAX gives it."""
+    """Returns a Python number as an array of the dtype that JAX gives it."""
     if isinstance(leaf, int) and np.dtype(spec.dtype).kind == "i":
         bounds = np.iinfo(spec.dtype)
         fits = bounds.min <= leaf <= bounds.max
@@ -103,9 +100,9 @@ def _number(leaf: object, spec: Any, where: str) -> np.ndarray:
 
 
 def item_spec(example: Any, lead: int, keys: Keys, verb: str) -> ItemSpec:
-    """Returns the spec of items such as `example`, whose leaves have `lead` axes before their own.
+    """Returns the spec of items like `example`, whose leaves have `lead` leading axes.
 
-    Refuses items without a reward, with names that files cannot tell apart, or without numbers.
+    Raises for items without a reward, with names that collide in TED, or with other than numbers.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(example)
     names = [leaf_name(path) for path, _ in leaves]
@@ -130,13 +127,13 @@ def item_spec(example: Any, lead: int, keys: Keys, verb: str) -> ItemSpec:
         ) from error
     arrays = [_recorded(in_ted[name], spec) for name, spec in zip(names, specs, strict=True)]
     for leaf in arrays:
-        got, is_small = f"{leaf.dtype} of shape {leaf.shape}", leaf.width < 1 << 31  # as in Arrow
+        got, is_small = f"{leaf.dtype} of shape {leaf.shape}", leaf.width < 1 << 31  # Arrow's limit
         check(is_small, f"{verb}: leaf '{leaf.name}'", "less than 2 GiB in one item", got)
     return ItemSpec(structure, specs, names, arrays, numbers, episode)
 
 
 def _single_numbers(names: list[str], specs: list[Any], keys: Keys, verb: str) -> dict[str, int]:
-    """Returns the positions of flags and of the number of the episode, by fields of `Keys`."""
+    """Returns the leaf indices of the flags and the episode number, by their fields of `Keys`."""
     numbers: dict[str, int] = {}
     for role in (*FLAGS, "episode"):
         path = path_name(getattr(keys, role))
@@ -156,7 +153,7 @@ def _single_numbers(names: list[str], specs: list[Any], keys: Keys, verb: str) -
 
 
 def _recorded(name: str, spec: Any) -> RecordedLeaf:
-    """Returns a leaf as it is recorded: keys as their words, in this machine's order of bytes."""
+    """Returns a leaf as it is recorded: keys as their words, in this machine's byte order."""
     if not is_keys(spec.dtype):
         return RecordedLeaf(name, str(np.dtype(spec.dtype.type)), tuple(spec.shape))
     words = jax.eval_shape(jax.random.key_data, spec)
@@ -178,7 +175,7 @@ def _leaf_spec(leaf: Any, lead: int, where: str) -> jax.ShapeDtypeStruct:
 
 
 def check_numeric(where: str, dtype: np.dtype) -> None:
-    """Refuses texts, times, objects and records."""
+    """Raises `TypeError` for dtypes of texts, times, objects and structs."""
     if dtype.kind in "OSUMm" or dtype.fields is not None:
         raise TypeError(
             f"{where}: expected numbers, got dtype {dtype}. Encode it, or leave it out."

@@ -1,17 +1,17 @@
 """Parts of a recording: Parquet files with one row per step, written once and never changed.
 
 ```
-20260131T120000123456-name-0a1b2c3d-000000.parquet       of a writer: its first part has no rows
-20260131T120000123456-name-0a1b2c3d-000001.parquet       the rows follow, without a gap
+20260131T120000123456-name-0a1b2c3d-000000.parquet       a writer's first part, without rows
+20260131T120000123456-name-0a1b2c3d-000001.parquet       its next part; numbers have no gaps
 .20260131T120000123456-name-0a1b2c3d-000002.parquet.new  a part that is being written
-.20260131T120000123456-name-0a1b2c3d.lock                held by the process that writes
+.20260131T120000123456-name-0a1b2c3d.lock                the lock of the writer's process
 ```
 
-Columns have the names of leaves in TED. `episode_index` is a number that no other episode of the
-recording has, `step_index` the position of the step in its episode, `env_index` its environment.
-In a part, rows are sorted by environment, then by time. Numbers that Arrow has no type for, and
-more than 64 of them in a step, are columns of bytes: Parquet takes 60 ns to write each number of a
-list, and images have millions. The metadata of the schema has the dtypes and shapes of all leaves.
+Columns have the names of leaves in TED. `episode_index` is unique to an episode of the recording,
+`step_index` is the position of the step in its episode, and `env_index` is its environment. In a
+part, rows are sorted by environment, then by time. Leaves of dtypes that Arrow lacks, or of more
+than 64 numbers, are columns of bytes: Parquet takes 60 ns to write each number of a list, and
+images have millions. The schema's metadata holds the dtypes and shapes of all leaves.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ TYPES = {EPISODE: "int64", STEP: "int64", ENV: "int32", TERMINATED: "bool", TRUN
 """Dtypes of the columns that a recorder adds to the leaves."""
 
 PART_BYTES = 16 << 20
-_KEY, _VERSION = b"jrb.recording", 1  # of the metadata
-_MOST_NUMBERS = 64  # that a list column has per step
-_GROUP = 64 << 10, 1 << 20  # bytes of a row group, at least and at most
+_KEY, _VERSION = b"jrb.recording", 1  # the key and version of the schema's metadata
+_MOST_NUMBERS = 64  # the maximum for a column of lists; larger leaves are bytes
+_GROUP = 64 << 10, 1 << 20  # the minimum and maximum bytes of a row group
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError)
 _WRITER = r"\d{8}T\d{12}-[\w.-]+-[0-9a-f]{8}"
 _PART = re.compile(rf"({_WRITER})-(\d{{6,}})\.parquet")
@@ -52,35 +52,35 @@ class RecordedLeaf:
     """A leaf of the items of a recording."""
 
     name: str  # in TED, such as `next/reward`
-    dtype: str  # of NumPy
+    dtype: str  # the name of a NumPy dtype
     shape: tuple[int, ...]  # of one item
-    key_impl: str | None = None  # the implementation of PRNG keys, whose words the numbers are
+    key_impl: str | None = None  # if the leaf holds the words of PRNG keys, their implementation
 
     @functools.cached_property
     def numpy(self) -> np.dtype:
-        """The dtype."""
+        """The NumPy dtype."""
         return np.dtype(self.dtype)
 
     @property
     def column(self) -> str:
-        """The name of the column."""
+        """The name of the leaf's column, `item/<name>` if a recorder's column has the name."""
         return f"item/{self.name}" if self.name in TYPES else self.name
 
     @functools.cached_property
     def width(self) -> int:
-        """Bytes of one item."""
+        """The number of bytes of one item."""
         return math.prod(self.shape) * self.numpy.itemsize
 
     @property
     def is_bytes(self) -> bool:
-        """True if the column holds the bytes of the numbers."""
+        """True if the column holds each item as bytes, not as numbers."""
         has_type = self.numpy.kind in "biuf" and self.numpy.isbuiltin == 1
         has_type &= self.numpy.itemsize <= 8
         return not has_type or math.prod(self.shape) > _MOST_NUMBERS
 
     @functools.cached_property
     def column_type(self) -> Any:
-        """The type of the column in Arrow."""
+        """The Arrow type of the column."""
         pa = require("pyarrow", "datasets")
         if self.is_bytes:
             return pa.binary(self.width)
@@ -88,7 +88,7 @@ class RecordedLeaf:
         return pa.fixed_shape_tensor(number, self.shape) if self.shape else number
 
     def encode(self, values: np.ndarray) -> Any:
-        """Returns `values` `[n, ...]` as an array of Arrow."""
+        """Returns `values` `[n, ...]` as an Arrow array."""
         pa, count, flat = require("pyarrow", "datasets"), len(values), values.reshape(-1)
         if self.is_bytes:
             raw = pa.py_buffer(np.ascontiguousarray(flat).view(np.uint8))
@@ -101,7 +101,7 @@ class RecordedLeaf:
         return pa.ExtensionArray.from_storage(self.column_type, lists)
 
     def decode(self, array: Any) -> np.ndarray:
-        """Returns an array of Arrow as NumPy's `[n, ...]`, which may be read-only."""
+        """Returns an Arrow array as a NumPy array `[n, ...]`, which may be read-only."""
         count = len(array)
         if self.is_bytes:
             start, size = array.offset * self.width, count * self.width
@@ -114,19 +114,19 @@ class RecordedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class RecordingSchema:
-    """All that the parts of a writer have in common."""
+    """The contents of a schema, which all parts of a writer share."""
 
     num_envs: int | None  # E; None for one stream without an axis of environments
-    leaves: tuple[RecordedLeaf, ...]  # of an item, in TED, without flags
-    notes: tuple[str, ...]  # sentences for readers
-    metadata: Mapping[str, Any]  # of the user
-    # Arrays of one number per episode, by name, of a dataset that was written as a whole; None if
-    # recorders write it, and may add to it.
+    leaves: tuple[RecordedLeaf, ...]  # the leaves of an item, without flags
+    notes: tuple[str, ...]  # notes for users of the dataset
+    metadata: Mapping[str, Any]  # the user's facts about the dataset
+    # Facts about each episode, arrays `[K]` by name, if the dataset was written at once by
+    # `Dataset.preprocess`; None if recorders write it, who may append more episodes.
     facts: Mapping[str, np.ndarray] | None = None
 
     @functools.cached_property
     def arrow(self) -> Any:
-        """The schema in Arrow. Leaves without numbers have no column, as Parquet has none."""
+        """The Arrow schema. Leaves of size 0 have no column, since Parquet lacks such columns."""
         pa = require("pyarrow", "datasets")
         types = {name: pa.from_numpy_dtype(dtype) for name, dtype in TYPES.items()}
         types |= {leaf.column: leaf.column_type for leaf in self.leaves if leaf.width}
@@ -137,19 +137,19 @@ class RecordingSchema:
         return pa.schema(fields, metadata={_KEY: json.dumps(body)})
 
     def encode(self, own: Mapping[str, np.ndarray], leaves: Mapping[str, np.ndarray]) -> Any:
-        """Returns the bytes of a part: arrays `[n]` of `TYPES`, and `[n, ...]` of leaves."""
+        """Returns the bytes of a part of n rows, given the columns of `TYPES` and the leaves."""
         pa, parquet = require("pyarrow", "datasets"), require("pyarrow.parquet", "datasets")
         columns = {name: pa.array(array) for name, array in own.items()}
         columns |= {it.column: it.encode(leaves[it.name]) for it in self.leaves if it.width}
         arrays = [columns[name] for name in self.arrow.names]
         table = pa.Table.from_arrays(arrays, schema=self.arrow)
-        # A reader of one environment decodes whole groups, so a group is at most one of those.
+        # Readers decode whole groups, so a group should not hold rows of many environments.
         width = max(1, sum(leaf.width for leaf in self.leaves))
         least, most = _GROUP
         size = min(max(len(table) * width // (self.num_envs or 1), least), most)
         sink = pa.BufferOutputStream()
-        # Dictionaries would make all NaN one. Snappy makes no data more than 25 times smaller, so
-        # that readers can refuse files that declare to be.
+        # Dictionaries would merge different NaN. Snappy compresses at most 25-fold, so that readers
+        # can reject files that declare a larger ratio.
         parquet.write_table(
             table,
             sink,
@@ -163,7 +163,7 @@ class RecordingSchema:
 
 
 def schema_of(path: str) -> RecordingSchema:
-    """Returns the schema of the part at `path`; raises `ValueError` if it is damaged or newer."""
+    """Returns the schema of the part at `path`; raises if damaged or of a newer version."""
     with refused(path):
         arrow = require("pyarrow.parquet", "datasets").read_schema(path)
     try:
@@ -193,19 +193,19 @@ def schema_of(path: str) -> RecordingSchema:
 
 
 def new_writer_name(name: str) -> str:
-    """Returns a name for a writer that no other one has."""
+    """Returns a unique name for a writer, made of the time, `name` and random digits."""
     now = time.time_ns() // 1000
     moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now // 1_000_000))
     return f"{moment}{now % 1_000_000:06d}-{name}-{secrets.token_hex(4)}"
 
 
 def part_name(writer: str, number: int) -> str:
-    """Returns the name of a part."""
+    """Returns the file name of a writer's part."""
     return f"{writer}-{number:06d}.parquet"
 
 
 def is_own(name: str) -> bool:
-    """Returns True for the names of files that recorders write, below the path of a recording."""
+    """Returns True if `name`, in the folder of a recording, is that of a recorder's file."""
     return bool(_PART.fullmatch(name) or HIDDEN.fullmatch(name))
 
 
@@ -220,7 +220,7 @@ def part_counts(path: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     for writer, parts in numbers.items():
         count = 0
-        # A listing may miss a part that is written meanwhile, and show the next one.
+        # A listing may miss a part that is written meanwhile and yet show a later one.
         while count in parts or os.path.isfile(os.path.join(path, part_name(writer, count))):
             count += 1
         if max(parts) > count:
@@ -233,7 +233,7 @@ def part_counts(path: str) -> dict[str, int]:
 
 
 def is_recording(path: str) -> bool:
-    """Returns True if a folder has a part of a recording; the others may be damaged."""
+    """Returns True if a folder has at least one readable part of a recording."""
     parquet = require("pyarrow.parquet", "datasets")
     for name in filter(_PART.fullmatch, sorted(os.listdir(path))):
         part = os.path.join(path, name)
@@ -246,7 +246,7 @@ def is_recording(path: str) -> bool:
 def check_same_leaves(
     path: str, schema: RecordingSchema, writer: str, other: RecordingSchema
 ) -> None:
-    """Raises `ValueError` unless `schema` has the leaves that another writer has."""
+    """Raises `ValueError` unless `schema` and the schema `other` of `writer` have equal leaves."""
     if other.leaves != schema.leaves:
         theirs, ours = (
             [(leaf.name, leaf.key_impl or leaf.dtype, leaf.shape) for leaf in each.leaves]

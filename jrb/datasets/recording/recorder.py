@@ -1,7 +1,4 @@
-"""A recorder: keeps what a buffer is given on the disk, while the ring forgets.
-
-T time, E environments.
-"""
+"""The recorder, which keeps all transitions on disk. T time, E environments."""
 
 import json
 import math
@@ -24,38 +21,37 @@ from jrb.keys import TED, Keys
 
 
 class Recorder:
-    """Appends items to a dataset on the disk, which `jrb.datasets.open` reads while it grows.
+    """Appends transitions to a dataset on disk, which `jrb.datasets.open` can read meanwhile.
 
-    The dataset is a folder of Parquet files with one row per step, which other programs read too.
-    It needs the extra `datasets`.
+    The dataset is a folder of Parquet files with one row per step, which other programs can read.
+    The recorder needs the extra `datasets`.
 
-    Call `add` where the buffer's `add` is called, `append` where `extend` is, and `record` for both
-    inside `jit` and `scan`. A call happens as a whole, or raises and has not happened. It costs
-    microseconds: items stay in memory until there are `chunk` of them, and are then sealed, that
-    is, written as a file and synced. A crash of the program or of the machine loses no more than
-    the items in memory. `flush` and `close` seal them, as do the end of a `with` block and that of
-    the program.
+    Call `add` next to the buffer's `add`, `append` next to its `extend`, and `record` for either
+    inside `jit` and `scan`. A call that raises has no effect. Calls cost microseconds: items stay
+    in memory until there are `chunk` of them, and are then sealed, that is, written as a file and
+    synced. A crash of the program or the machine loses at most the items in memory. `flush` and
+    `close` seal them, and so does the end of a `with` block or of the program.
 
-    Each environment of each recorder is a stream of its own, in which episodes end by the flags of
-    the items, by `Keys.episode`, and by `truncate`. Several recorders may write to one path at
-    once, from as many processes, and a new one continues the dataset: each writes files of its own.
-    A forked process cannot write. To store observations once, leave the next observation out.
+    Each environment of each recorder is a separate stream of episodes, which end by the items'
+    flags, by a new number at `Keys.episode`, or by `truncate`. Several recorders, in one or many
+    processes, may write to one path at once, and a new recorder continues an existing dataset. A
+    forked process cannot write. To store each observation once, leave out the next observation.
 
     Args:
         path: the path of a folder, which is created if necessary.
-        example: one transition, arrays or `ShapeDtypeStruct`s without leading axes; None for the
-            first that is added. Dtypes are kept, also those that JAX would change.
-        num_envs: E; None for one stream without an axis of environments.
-        keys: where the parts of a transition are in an item. There has to be a reward. Without a
-            next observation, that is the observation of the next item.
-        chunk: the number of items in memory that are sealed together; None for as many as 16 MiB
-            hold.
-        metadata: facts about the dataset, a dict for JSON: environment, author.
-        name: a part of the names of this recorder's files; None for the number of the process.
+        example: one transition, arrays or `ShapeDtypeStruct`s without leading axes; None to take
+            the first one added. Dtypes are kept, even those that JAX would convert.
+        num_envs: the number of environments E; None for one stream without that axis.
+        keys: the paths of a transition's parts in an item. A reward is required. If items have no
+            next observation, the observation of the next item stands in for it.
+        chunk: the number of items in memory that are sealed together; None for 16 MiB of items.
+        metadata: facts about the dataset, such as environment and author, in a dict that JSON
+            can represent.
+        name: a part of the names of this recorder's files; None for the process id.
 
     Raises:
-        ValueError: there is something else at the path, or a recording of other items.
-        TypeError: metadata that is no dict for JSON, or an example with a leaf that is no array.
+        ValueError: the path holds something else, or a recording of items with other leaves.
+        TypeError: JSON cannot represent the metadata, or a leaf of the example is no array.
 
     Example:
         >>> import numpy as np, tempfile, jrb
@@ -120,49 +116,49 @@ class Recorder:
 
     @property
     def path(self) -> str:
-        """The path of the dataset."""
+        """The absolute path of the dataset."""
         return self._path
 
     @property
     def name(self) -> str:
-        """The beginning of the names of this recorder's files."""
+        """The prefix of the names of this recorder's files."""
         return self._writer.name
 
     @property
     def sealed(self) -> int:
-        """The number of items of this recorder that are on the disk."""
+        """The number of this recorder's items that are on disk."""
         return self._writer.progress.sealed
 
     @property
     def held(self) -> int:
-        """The number of items in memory."""
+        """The number of this recorder's items that are only in memory."""
         return self._writer.progress.held
 
     def add(self, item: Any, mask: Any = None) -> None:
-        """Takes one timestep, as a buffer's `add` does.
+        """Records one timestep, like a buffer's `add`.
 
         Args:
-            item: leaves `[E, ...]`, or `[...]` without `num_envs`.
-            mask: bool `[]`, False to take nothing, or `[E]`, the environments to take.
+            item: the transitions, leaves `[E, ...]`, or `[...]` without `num_envs`.
+            mask: bool `[]`, False to record nothing; or `[E]`, True for environments to record.
 
         Raises:
-            ValueError: another structure or shape than the example's, or the recorder is closed.
-            TypeError: another dtype, or a leaf that is no array.
-            OSError: the disk is full or broken. The item was not taken, all before it are still
-                there, and a later call writes them.
-            LockedError: this process was forked off from the one that made the recorder.
+            ValueError: structure or shape differ from the example's, or the recorder is closed.
+            TypeError: a dtype differs from the example's, or a leaf is no array.
+            OSError: the disk is full or broken. The item is not recorded; earlier ones stay in
+                memory, and a later call writes them.
+            LockedError: this process is a fork of the one that made the recorder.
         """
         self._take(casting.arrays(item, "add"), self._lead, mask, "add")
 
     def append(self, items: Any, mask: Any = None) -> None:
-        """Takes T timesteps, time first, as a buffer's `extend` does.
+        """Records T timesteps, like a buffer's `extend`.
 
         Args:
-            items: leaves `[T, E, ...]`, or `[T, ...]` without `num_envs`.
-            mask: bool `[T]`, or `[T, E]` for each environment: those that are False are left out.
+            items: the transitions, leaves `[T, E, ...]`, or `[T, ...]` without `num_envs`.
+            mask: bool `[T]` or `[T, E]`, False for transitions to leave out; None to record all.
 
         Raises:
-            ValueError: as `add`, which also raises `TypeError`, `OSError` and `LockedError`.
+            ValueError: as in `add`; so are `TypeError`, `OSError` and `LockedError`.
         """
         items = casting.arrays(items, "append")
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(items)]
@@ -174,18 +170,19 @@ class Recorder:
         self._take(items, (shapes[0][0], *self._lead), mask, "append")
 
     def record(self, items: Any, mask: Any = None) -> None:
-        """Takes one timestep or several, in their order, from inside `jit`, `scan` and `grad`.
+        """Records one timestep or several, in order, from inside `jit`, `scan` or `grad`.
 
-        Without an example, something must have been added before. Errors of the disk are raised by
-        the jitted function, as errors of JAX. `flush` and `close` wait for calls that have begun.
+        The recorder must know its items: from an example, or from an earlier `add` or `append`.
+        The jitted function raises errors of the disk as JAX errors. `flush` and `close` wait for
+        running calls.
 
         Args:
-            items: one timestep or several, as `add` and `append` take them.
-            mask: as there; may be traced.
+            items: one timestep as for `add`, or several as for `append`.
+            mask: as for `add` or `append`; may be traced.
 
         Raises:
-            ValueError: as `add`; no items were given before; or under `vmap`, which has no order.
-            TypeError: as `add`; or a dtype that JAX would change.
+            ValueError: as in `add`; the items are not known; or under `vmap`, which has no order.
+            TypeError: as in `add`; or the items have a dtype that JAX would convert.
         """
         spec = self._writer.spec
         if spec is None:
@@ -216,12 +213,12 @@ class Recorder:
         call_on_host(put, None, *map(lax.stop_gradient, (*leaves, *masks)))
 
     def truncate(self, mask: Any = None) -> None:
-        """Begins an episode with the next item, though no flag has ended the one before.
+        """Ends the current episode, so that the next item begins a new one.
 
-        For environments that were reset in the middle of one, as a buffer's `truncate` is.
+        Call it for environments that were reset mid-episode, like a buffer's `truncate`.
 
         Args:
-            mask: bool `[E]`, or `[]` for all or none; None for all.
+            mask: bool `[E]`, True for these environments; or `[]` for all or none; None for all.
         """
         self._writer.check()
         which = np.ones((), bool) if mask is None else np.asarray(mask)
@@ -229,20 +226,20 @@ class Recorder:
         self._writer.truncate(np.broadcast_to(which, self._every.shape))
 
     def flush(self) -> None:
-        """Seals all that was given: it is on the disk, and datasets opened from now on have it.
+        """Seals all items in memory, so that they are on disk and in datasets opened afterwards.
 
         Raises:
-            OSError: the disk is full or broken. All is still in memory.
+            OSError: the disk is full or broken. All items stay in memory.
         """
         self._writer.check()
         jax.effects_barrier()
         self._writer.seal()
 
     def close(self) -> None:
-        """Seals all that was given, and takes nothing any more. A second call does nothing.
+        """Seals all items in memory and closes the recorder. A second call does nothing.
 
         Raises:
-            OSError: the disk is full or broken. It is still open then.
+            OSError: the disk is full or broken. The recorder stays open.
         """
         if not self._writer.is_closed:
             jax.effects_barrier()
@@ -283,7 +280,7 @@ class Recorder:
         self._put(leaves, lead, mask)
 
     def _put(self, arrays: list[np.ndarray], lead: tuple[int, ...], mask: Any) -> None:
-        """Takes the checked leaves `[*lead, ...]` of items."""
+        """Passes checked leaves `[*lead, ...]` to the writer, without masked items."""
         count, envs = math.prod(lead), None
         if len(lead) > 1:
             arrays = [array.reshape((count, *array.shape[2:])) for array in arrays]
@@ -298,18 +295,18 @@ class Recorder:
             self._writer.put(arrays, count, envs)
 
     def _begin(self, spec: ItemSpec) -> None:
-        """Writes down what items look like."""
+        """Writes the schema of the items as the writer's first part."""
         schema = RecordingSchema(self._num_envs, spec.leaves, spec.notes, self._metadata)
         self._writer.begin(spec, schema)
 
 
 def _raw(leaf: Any) -> Any:
-    """Returns an array, or the words of an array of PRNG keys."""
+    """Returns an array, with PRNG keys as their words."""
     return jax.random.key_data(leaf) if is_keys(leaf.dtype) else leaf
 
 
 def _check_mask(mask: Any, lead: tuple[int, ...], envs: tuple[int, ...], verb: str) -> None:
-    """Raises unless a mask is of shape `[T]`, or `[T, E]`; without the T if `lead` has none."""
+    """Raises unless a mask has the shape `lead`, or `lead` without the axis of environments."""
     time = lead[: len(lead) - len(envs)]
     if mask.dtype != np.bool_:
         raise TypeError(f"{verb}: mask: expected dtype bool, got {mask.dtype}. Compare, not cast.")

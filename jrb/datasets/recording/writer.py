@@ -1,7 +1,4 @@
-"""The items that a recorder has in memory, and the parts that they become.
-
-E environments, n items of a part.
-"""
+"""Keeps a recorder's items in memory and writes them as parts. E environments."""
 
 import contextlib
 import dataclasses
@@ -19,30 +16,30 @@ from jrb.datasets.recording import parts
 from jrb.datasets.recording.items import FLAGS, ItemSpec
 from jrb.datasets.recording.parts import RecordingSchema
 
-_MOST_ITEMS = 1 << 20  # of a part
+_MOST_ITEMS = 1 << 20  # the maximum number of items of a part, unless `chunk` is given
 _STREAM = np.dtype([("is_over", "?"), ("episode", "i8"), ("step", "i8"), ("own_number", "i8")])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Progress:
-    """The progress of a writer; replaced as a whole, so that an interrupt finds old or new."""
+    """The progress of a writer. It is replaced at once, so that an interrupt sees old or new."""
 
-    next_episode: int  # the number of the next episode that begins
-    number: int = 1  # of the part that is open
-    held: int = 0  # items in it
-    # It was tried to seal the part. No item is added to it any more: readers may have seen the
-    # part, though the writer got an error.
+    next_episode: int  # the number of the next new episode
+    number: int = 1  # the number of the part that is in memory
+    held: int = 0  # the number of items in this part
+    # True if an attempt to seal the part failed. Readers may have seen it nevertheless, so no item
+    # may be added to it.
     is_due: bool = False
-    sealed: int = 0  # items in sealed parts
-    streams: np.ndarray | None = None  # [E], the last sealed items; None before the first part
-    begins: tuple[int, ...] = ()  # positions of items that begin an episode, after `truncate`
-    restarts: np.ndarray | None = None  # bool [E], environments whose next item does so
+    sealed: int = 0  # the number of items in all sealed parts
+    streams: np.ndarray | None = None  # [E], the last sealed step of each environment
+    begins: tuple[int, ...] = ()  # indices in the part of items that follow a `truncate`
+    restarts: np.ndarray | None = None  # bool [E], True if the next item follows a `truncate`
 
 
 class RecordWriter:
-    """Takes items into memory, and seals them `chunk` at a time; None for what 16 MiB hold.
+    """Keeps items in memory and writes them as parts of `chunk` items, or of 16 MiB for None.
 
-    Any thread may call it. Each call happens as a whole, or raises and has not happened.
+    Any thread may call it. A call that raises has no effect.
     """
 
     def __init__(self, path: str, name: str, chunk: int | None) -> None:
@@ -51,7 +48,7 @@ class RecordWriter:
         self._lock: Lock
         while True:
             self.name = parts.new_writer_name(name)
-            # Another writer that begins may have taken the new lock for one that was left behind.
+            # A writer that starts now may hold the lock, to remove it as one of a dead writer.
             with contextlib.suppress(LockedError):
                 self._lock = Lock(self._folder, f".{self.name}.lock")
                 break
@@ -60,7 +57,7 @@ class RecordWriter:
         self._memory: tuple[list[np.ndarray], np.ndarray] = [], np.zeros(0, np.int32)
         self._schema: RecordingSchema | None = None
         self.spec: ItemSpec | None = None
-        # No other writer has these numbers of episodes: 31 random bits above 32 to count with.
+        # Unique numbers of episodes: 31 random bits above 32 bits to count with.
         self.progress: Progress = Progress(secrets.randbits(31) << 32)
         self.is_closed: bool = False
 
@@ -75,7 +72,7 @@ class RecordWriter:
             )
 
     def begin(self, spec: ItemSpec, schema: RecordingSchema) -> None:
-        """Writes a part without rows, from which readers and other writers know the items."""
+        """Writes a first part without rows, whose schema describes the items."""
         with self._mutex:
             self.check()
             self._lock.check()
@@ -84,7 +81,7 @@ class RecordWriter:
                 with contextlib.suppress(FileNotFoundError):
                     other = parts.schema_of(os.path.join(path, parts.part_name(writer, 0)))
                     parts.check_same_leaves(path, schema, writer, other)
-            if self.spec is not None:  # another thread began
+            if self.spec is not None:  # another thread wrote it meanwhile
                 return
             own = {name: np.zeros(0, dtype) for name, dtype in parts.TYPES.items()}
             leaves = {leaf.name: np.zeros((0, *leaf.shape), leaf.numpy) for leaf in schema.leaves}
@@ -92,12 +89,12 @@ class RecordWriter:
             width = max(1, sum(leaf.width for leaf in spec.arrays))
             self._capacity = self._chunk or min(max(1, parts.PART_BYTES // width), _MOST_ITEMS)
             self._schema = schema
-            self.spec = spec  # last: an interrupt before leaves all to be done again
+            self.spec = spec  # last, so that after an interrupt the next call does it all again
 
     def put(self, arrays: list[np.ndarray], count: int, envs: np.ndarray | None) -> None:
-        """Takes `count` items `[count, ...]`, or a single one `[...]`, of these environments.
+        """Adds `count` items, leaves `[count, ...]`, or one `[...]`; `envs` are their environments.
 
-        After an `OSError` these items were not taken; those before are still in memory.
+        After an `OSError` these items are not added, and earlier ones are still in memory.
         """
         with self._mutex:
             self.check()
@@ -127,7 +124,7 @@ class RecordWriter:
             )
 
     def truncate(self, which: np.ndarray) -> None:
-        """Begins an episode with the next item of these environments, bool `[E]`."""
+        """Makes the next item of each environment in the mask `which`, bool `[E]`, a first step."""
         with self._mutex:
             self.check()
             before = self.progress.restarts
@@ -137,7 +134,7 @@ class RecordWriter:
             )
 
     def seal(self) -> None:
-        """Writes the items in memory as a part; after an `OSError` they are still there."""
+        """Writes the items in memory as a part; after an `OSError` they stay in memory."""
         with self._mutex:
             self.check()
             now = self.progress
@@ -156,18 +153,18 @@ class RecordWriter:
             )
 
     def _write(self, number: int, data: bytes) -> None:
-        """Writes a part as a whole. Written again after a failure, it is the same."""
+        """Writes a part atomically, so that it can be written again after a failure."""
         name = parts.part_name(self.name, number)
         self._folder.write_new(f".{name}.new", [data])
         self._folder.replace(f".{name}.new", name)
         self._folder.sync()
 
     def _encode(self, now: Progress) -> tuple[bytes, int, np.ndarray]:
-        """Returns the open part, the number of the next episode, and where its streams end."""
+        """Returns the part's bytes, the next episode number, and each stream's last step."""
         spec, schema = self.spec, self._schema
         if spec is None or schema is None:
             raise ValueError(f"{self._folder.path}: expected items of a known structure.")
-        # Rows are sorted by environment; those of one stay in the order of time.
+        # Rows are sorted by environment; within each they stay in the order of time.
         envs = self._memory[1][: now.held]
         order = np.argsort(envs, kind="stable")
         envs = envs[order]
@@ -195,7 +192,7 @@ class RecordWriter:
             begin = begins[part] | np.append(last["is_over"], is_over[start : stop - 1])
             before = np.append(last["own_number"], own_numbers[start : stop - 1])
             begin |= before != own_numbers[part]
-            # Rows before the first that begins continue the episode of an earlier part.
+            # Rows before the first step of a new episode continue one of an earlier part.
             count = np.cumsum(begin)
             first = np.maximum.accumulate(np.where(begin, row, -1 - last["step"]))
             episode[part] = np.where(count == 0, last["episode"], next_episode - 1 + count)
@@ -208,9 +205,9 @@ class RecordWriter:
         return schema.encode(own, named), next_episode, streams
 
     def close(self) -> None:
-        """Seals the items in memory, and gives the right to write back."""
+        """Seals the items in memory and releases the lock."""
         if os.getpid() != self._process:
-            return  # a mutex that another thread had at the fork stays taken
+            return  # in a fork, a mutex that another thread held is never released
         with self._mutex:
             if self.is_closed:
                 return
@@ -221,7 +218,7 @@ class RecordWriter:
 
 
 def _recording_folder(path: str) -> Folder:
-    """Returns the folder of a recording, made if there is none, without what dead writers left."""
+    """Returns a recording's folder; creates it if missing, and removes files of dead writers."""
     check_system(path)
     if os.path.lexists(path) and not os.path.isdir(path):
         raise ValueError(f"{path}: expected a folder, or nothing, found a file.")
@@ -236,7 +233,7 @@ def _recording_folder(path: str) -> Folder:
             "another path."
         )
     for match in filter(None, map(parts.HIDDEN.fullmatch, folder.names())):
-        # The system takes the lock of a process back when it ends, however it ends.
+        # The system releases the lock of a process that ends, even in a crash.
         with contextlib.suppress(LockedError, OSError, ValueError):
             lock = Lock(folder, f".{match[1]}.lock")
             try:
