@@ -1,1 +1,1 @@
-"""Other libraries' interfaces over jrb's buffers, for programs that are written for them."""
+"""Interfaces of other libraries to jrb's buffers, for programs written for these libraries."""

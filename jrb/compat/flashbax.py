@@ -1,10 +1,11 @@
-"""flashbax's buffers, made of jrb's: change one import, and a program runs on jrb.
+"""flashbax's interface on jrb's buffers: change one import, and a program runs on jrb.
 
-    import jrb.compat.flashbax as fbx          # in place of: import flashbax as fbx
+    import jrb.compat.flashbax as fbx          # instead of: import flashbax as fbx
 
 Makers, samples and the fields of states are those of flashbax 0.1.3 and of its main branch, which
-need not be installed. `install()` makes `import flashbax` mean this module, for a trial without a
-change. The guide "From flashbax" says what differs. E `add_batch_size`, B batch, L window.
+need not be installed. `install()` makes `import flashbax` import this module, to try a program
+without changes. The guide "From flashbax" lists the differences. E `add_batch_size`, B batch, L
+window.
 """
 
 import dataclasses
@@ -35,20 +36,20 @@ Experience = TypeVar("Experience")
 BufferState = TypeVar("BufferState", bound="TrajectoryBufferState[Any]")
 BufferSample = TypeVar("BufferSample", bound="TrajectoryBufferSample[Any]")
 
-# Items are whatever clients store. Windows cross the ends of episodes, so no leaf is a flag.
+# Items are any pytrees. flashbax's windows cross the ends of episodes, so no leaf is a flag.
 _KEYS = jrb.Keys(next_observation=None, done=None, terminated=None, truncated=None)
 _swap: Callable[[Any], Any] = functools.partial(jax.tree.map, lambda x: jnp.swapaxes(x, 0, 1))
 _period: Callable[[jrb.ReplayBuffer], int] = lambda buffer: getattr(buffer.unit, "stride", 1)
 
 
 class TrajectoryBufferState(Generic[Experience]):
-    """A state of jrb with the fields of flashbax's states."""
+    """A state of a jrb buffer, with the fields of flashbax's states."""
 
     inner: jrb.BufferState
-    buffer: jrb.ReplayBuffer  # whose state it is; no array
+    buffer: jrb.ReplayBuffer  # the buffer of the inner state; static under `jit`
 
     def __init__(self, experience: Any = None, current_index: Any = 0, is_full: Any = 0, **of: Any):
-        """Makes a state of its two attributes, or of flashbax's arrays, as its Vault does."""
+        """Makes a state from `inner` and `buffer`, or from flashbax's arrays as its Vault does."""
         vars(self).update(of)
         if experience is None:
             return
@@ -57,16 +58,16 @@ class TrajectoryBufferState(Generic[Experience]):
         cursor, full = (jnp.ravel(jnp.asarray(x))[0].item() for x in (current_index, is_full))
         self.buffer = jrb.ReplayBuffer(length * envs, envs, keys=_KEYS)
         self.inner = self.buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], rows))
-        for stop in (length, int(cursor)) if full else (int(cursor),):  # around the ring first
+        for stop in (length, int(cursor)) if full else (int(cursor),):  # if full, all rows first
             first = jax.tree.map(lambda leaf: leaf[:stop], rows)  # noqa: B023
             self.inner = self.buffer.extend(self.inner, first)
 
     @property
     def experience(self) -> Any:
-        """Returns the stored steps, leaves `[E, T, ...]`, as a copy."""
+        """A copy of the stored steps, leaves `[E, T, ...]`."""
         return _each(_experience, self.buffer, self.inner)
 
-    # The row that is written next, whether all are written, and how many ever were.
+    # The next row to write, True if all rows were written, and the number of rows ever written.
     current_index: property = property(lambda s: s.inner.writer.cursor)
     is_full: property = property(lambda s: s.inner.writer.count == s.buffer.ring.rows)
     running_index: property = property(
@@ -75,10 +76,10 @@ class TrajectoryBufferState(Generic[Experience]):
 
 
 class SumTreeState(NamedTuple):
-    """Masses, priorities to the power of the exponent, as a tree, root first; and the largest."""
+    """A tree of sums of masses, which are priorities raised to the exponent."""
 
-    nodes: jax.Array
-    max_recorded_priority: jax.Array
+    nodes: jax.Array  # level by level, root first
+    max_recorded_priority: jax.Array  # the largest mass so far
 
 
 class PrioritisedTrajectoryBufferState(TrajectoryBufferState[Experience]):
@@ -86,14 +87,14 @@ class PrioritisedTrajectoryBufferState(TrajectoryBufferState[Experience]):
 
     @property
     def sum_tree_state(self) -> SumTreeState:
-        """Returns the masses in flashbax's order."""
+        """The tree of masses, whose leaves are in flashbax's order."""
         return _each(_sum_tree, self.buffer, self.inner)
 
 
 class TrajectoryQueueState(TrajectoryBufferState[Experience]):
     """The state of a queue."""
 
-    # How many rows wait to be read, the rows that are written and read next, and if none is free.
+    # The number of rows to be read, the rows to be written and read next, and True if none is free.
     num_pending: property = property(lambda s: s.inner.sampler.count // s.buffer.ring.envs)
     write_index: property = TrajectoryBufferState.current_index
     read_index: property = property(lambda s: (s.write_index - s.num_pending) % s.buffer.ring.rows)
@@ -106,7 +107,7 @@ for _class in (TrajectoryBufferState, PrioritisedTrajectoryBufferState, Trajecto
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _each(function: Callable[..., Any], buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> Any:
-    """Calls a function for each state, of those that `pmap` or `vmap` have stacked too."""
+    """Applies a function to a state, or by `vmap` to each of the states stacked in `inner`."""
     function = functools.partial(function, buffer)
     for _ in range(inner.writer.count.ndim):
         function = jax.vmap(function)
@@ -128,7 +129,7 @@ def _sum_tree(buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> SumTreeState:
 
 
 def _slots(buffer: jrb.ReplayBuffer, items: jax.Array) -> jax.Array:
-    # flashbax numbers every `period`-th step of each environment, one environment after the other.
+    # flashbax's indices count every `period`-th step, one environment after the other.
     per_env = buffer.ring.rows // _period(buffer)
     return items % per_env * _period(buffer) * buffer.ring.envs + items // per_env
 
@@ -141,7 +142,7 @@ class ExperiencePair(NamedTuple, Generic[Experience]):
 
 
 class TrajectoryBufferSample(NamedTuple, Generic[Experience]):
-    """A batch: leaves `[B, L, ...]`, `[B, ...]` of an item buffer, or a pair of these."""
+    """A batch: leaves `[B, L, ...]`; of an item buffer `[B, ...]`; or of a flat one, pairs."""
 
     experience: Any
 
@@ -167,9 +168,9 @@ def _pair(data: Any) -> ExperiencePair[Any]:
 class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
     """The functions of a buffer, for `jit`, `vmap`, `pmap` and `shard_map`."""
 
-    buffer: jrb.ReplayBuffer  # does the work
-    min_rows: int  # that `can_sample` waits for
-    missing: tuple[int, ...] = ()  # axes that batches lack when added: 0 for E, 1 for time
+    buffer: jrb.ReplayBuffer  # the jrb buffer that holds the steps
+    min_rows: int  # the number of rows that `can_sample` requires
+    missing: tuple[int, ...] = ()  # leading axes that added batches lack: 0 for E, 1 for time
     state_class: ClassVar[Any] = TrajectoryBufferState
 
     def init(self, experience: Experience) -> Any:
@@ -180,12 +181,12 @@ class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
     def _inner(self, state: Any) -> jrb.BufferState:
         if state.buffer == self.buffer:
             return state.inner
-        return jrb.rebuild(state.buffer, state.inner, self.buffer)  # outside `jit`: of arrays
+        return jrb.rebuild(state.buffer, state.inner, self.buffer)  # a state made from arrays
 
     def add(self, state: BufferState, batch: Any) -> BufferState:
         """Returns the state with time steps `[E, T, ...]` added."""
         batch = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, self.missing), batch)
-        if self.buffer.num_envs is None:  # one stream, into which all steps go one after the other
+        if self.buffer.num_envs is None:  # all steps become one stream
             rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
         else:
             rows = _swap(batch)
@@ -193,11 +194,11 @@ class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
         return type(state)(inner=inner, buffer=self.buffer)
 
     def sample(self, state: Any, rng_key: jax.Array, batch_size: int | None = None) -> Any:
-        """Returns a batch; the state is only read."""
+        """Returns a batch, without changing the state."""
         if state.buffer == self.buffer:
             batch = self.buffer.sample(state.inner, rng_key, batch_size)
             return TrajectoryBufferSample(batch.data)
-        # Made from arrays, it knows nothing but its ring: sample windows that begin with a period.
+        # A state made from arrays has only a ring: sample windows that start every `period` steps.
         unit, ring, count = self.buffer.unit, state.buffer.ring, state.inner.writer.count
         span = jnp.arange(unit.length) if isinstance(unit, jrb.Sequence) else 0
         starts = jnp.maximum((count - jnp.size(span)) // _period(self.buffer) + 1, 1)
@@ -210,7 +211,7 @@ class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
         return TrajectoryBufferSample(_pair(data) if self.buffer.transforms else data)
 
     def can_sample(self, state: Any) -> jax.Array:
-        """Returns whether enough time steps are stored, bool."""
+        """Returns bool, True if enough time steps are stored."""
         enough = state.inner.writer.count >= self.min_rows
         if state.buffer == self.buffer:
             enough &= _each(jrb.ReplayBuffer.can_sample, self.buffer, state.inner)
@@ -223,10 +224,10 @@ class PrioritisedTrajectoryBuffer(TrajectoryBuffer[Experience, BufferState, Buff
     state_class = PrioritisedTrajectoryBufferState
 
     def sample(self, state: Any, rng_key: jax.Array, batch_size: int | None = None) -> Any:
-        """Returns a batch; the state is only read."""
+        """Returns a batch, without changing the state."""
         batch = self.buffer.sample(self._inner(state), rng_key, batch_size)
         (row, env), period = jnp.divmod(batch.indices, self.buffer.ring.envs), _period(self.buffer)
-        indices = env * (self.buffer.ring.rows // period) + row // period  # `_slots` undoes it
+        indices = env * (self.buffer.ring.rows // period) + row // period  # inverse of `_slots`
         return PrioritisedTrajectoryBufferSample(batch.data, indices, batch.probabilities)
 
     def set_priorities(self, state: BufferState, indices: Any, priorities: Any) -> BufferState:
@@ -238,31 +239,31 @@ class PrioritisedTrajectoryBuffer(TrajectoryBuffer[Experience, BufferState, Buff
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryQueue(TrajectoryBuffer[Experience, BufferState, BufferSample]):
-    """The functions of a queue: each step is sampled once, oldest first; `add` loses none."""
+    """The functions of a queue: each step is sampled once, oldest first; `add` overwrites none."""
 
-    add_rows: int = 1  # that `can_add` needs
+    add_rows: int = 1  # the number of free rows that `can_add` requires
     state_class = TrajectoryQueueState
 
     def sample(self, state: BufferState) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns the state without the oldest L steps, and these, `[E, L, ...]`."""
+        """Returns the state without the oldest L steps, and these steps, leaves `[E, L, ...]`."""
         count = self.min_rows * self.buffer.ring.envs
         inner, batch = self.buffer.draw(state.inner, jax.random.key(0), count)
         data = jax.tree.map(lambda x: x.reshape(self.min_rows, -1, *x.shape[1:]), batch.data)
         return type(state)(inner=inner, buffer=self.buffer), TrajectoryQueueSample(_swap(data))
 
     def can_sample(self, state: Any) -> jax.Array:
-        """Returns whether L steps wait to be read, bool."""
+        """Returns bool, True if each stream has L steps to be read."""
         return state.num_pending >= self.min_rows
 
     def can_add(self, state: Any) -> jax.Array:
-        """Returns whether rows are free for what is added at a time, bool."""
+        """Returns bool, True if `add_sequence_length` rows are free."""
         return state.num_pending + self.add_rows <= self.buffer.ring.rows
 
 
 def _make(
     rows: int | None, envs: int | None, batch: int, least: int, unit: jrb.types.Unit, **options: Any
 ) -> TrajectoryBuffer[Any, Any, Any]:
-    """Returns the functions of a buffer of `rows` steps; `can_sample` waits for `least`."""
+    """Returns the functions of a buffer of `rows` rows; `can_sample` requires `least` of them."""
     least, missing = max(least, getattr(unit, "length", 1)), options.pop("missing", None)
     if rows is None or least > rows:
         raise ValueError(f"expected windows and a minimum of at most {rows} steps, got {least}.")
@@ -294,7 +295,7 @@ def make_flat_buffer(
     add_sequences: bool = False,
     add_batch_size: int | None = None,
 ) -> TrajectoryBuffer[Any, Any, Any]:
-    """Makes a buffer of time steps from which pairs of consecutive ones are sampled."""
+    """Makes a buffer of time steps that samples pairs of consecutive steps."""
     envs, pair = add_batch_size or 1, jrb.Sequence(2, cross_episodes=True)
     missing = (0,) * (add_batch_size is None) + (1,) * (not add_sequences)
     rows, least = max_length // envs, min_length // envs + 1
@@ -308,13 +309,13 @@ def make_item_buffer(
     add_sequences: bool = False,
     add_batches: bool = False,
 ) -> TrajectoryBuffer[Any, Any, Any]:
-    """Makes a buffer of single items."""
+    """Makes a buffer that samples single items."""
     missing = (0,) * (not add_batches) + (1,) * (not add_sequences)
     return _make(max_length, None, sample_batch_size, min_length, jrb.Transition(), missing=missing)
 
 
 def _prioritised(maker: Callable[..., TrajectoryBuffer[Any, Any, Any]]) -> Callable[..., Any]:
-    """Returns a maker with two more arguments, `priority_exponent` and `device`, at the end."""
+    """Returns a maker with two more arguments, `priority_exponent` and `device` (ignored)."""
     count = len(inspect.signature(maker).parameters)
 
     def make(*args: Any, priority_exponent: float = 0.6, device: str = "cpu", **kwargs: Any) -> Any:
@@ -322,12 +323,12 @@ def _prioritised(maker: Callable[..., TrajectoryBuffer[Any, Any, Any]]) -> Calla
         if not 0 <= exponent <= 1:
             raise ValueError(f"priority_exponent: expected 0 to 1, got {exponent}.")
         one, sampler = maker(*args[:count], **kwargs), jrb.Prioritized(alpha=exponent, eps=0.0)
-        row = one.buffer.ring.envs * _period(one.buffer)  # flashbax drops what is no whole period
+        row = one.buffer.ring.envs * _period(one.buffer)  # flashbax keeps whole periods only
         capacity = one.buffer.capacity // row * row
         buffer = dataclasses.replace(one.buffer, capacity=capacity, sampler=sampler)
         return PrioritisedTrajectoryBuffer(buffer, one.min_rows, one.missing)
 
-    make.__doc__ = f"Makes a buffer as `{maker.__name__}`, from which is sampled by priority."
+    make.__doc__ = f"Makes a buffer like that of `{maker.__name__}` which samples by priority."
     return make
 
 
@@ -343,7 +344,7 @@ def make_trajectory_queue(
     sample_sequence_length: int,
     max_size: int | None = None,
 ) -> TrajectoryQueue[Any, Any, Any]:
-    """Makes a queue of E streams."""
+    """Makes a queue of E streams, from which each step is sampled once."""
     rows = max_length_time_axis if max_size is None else max_size // add_batch_size
     if sample_sequence_length > rows:
         raise ValueError(f"sample_sequence_length: expected at most {rows}.")
@@ -354,25 +355,25 @@ def make_trajectory_queue(
 
 @dataclasses.dataclass(frozen=True)
 class Mixer:
-    """The functions of a mixture of buffers, each of which gives so many of `sizes` to a batch."""
+    """The functions of a mixture of buffers."""
 
     buffers: Sequence[TrajectoryBuffer[Any, Any, Any]]
-    sizes: Sequence[int]
+    sizes: Sequence[int]  # the number of items of a batch from each buffer
 
     def sample(self, states: Sequence[Any], key: jax.Array) -> Any:
-        """Returns a batch of items of all buffers, one buffer after the other."""
+        """Returns a batch with the items of one buffer after the other."""
         keys = jax.random.split(key, len(states))
         parts = zip(self.buffers, states, keys, self.sizes, strict=True)
         batches = [buffer.sample(state, one, size) for buffer, state, one, size in parts if size]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
 
     def can_sample(self, states: Sequence[Any]) -> jax.Array:
-        """Returns whether all buffers can be sampled, bool."""
+        """Returns bool, True if all buffers can be sampled."""
         return jnp.array([b.can_sample(s) for b, s in zip(self.buffers, states, strict=True)]).all()
 
 
 def make_mixer(buffers: Any, sample_batch_size: int, proportions: Sequence[float]) -> Mixer:
-    """Makes a mixture of buffers of one kind, with fixed shares of each batch."""
+    """Makes a mixture of buffers of one kind; each gives a fixed share of every batch."""
     kinds = {(type(each), each.buffer.transforms) for each in buffers}
     if len(buffers) != len(proportions) or len(kinds) != 1:
         raise ValueError("expected buffers of one kind, and a proportion for each.")
@@ -381,10 +382,10 @@ def make_mixer(buffers: Any, sample_batch_size: int, proportions: Sequence[float
 
 
 def install() -> None:
-    """Makes `import flashbax`, and its modules, mean this one, in this process.
+    """Makes `import flashbax`, and imports of its modules, give this module, in this process.
 
-    Call it before anything imports flashbax. `flashbax.vault` and `flashbax.utils` stay flashbax's
-    own if it is installed: they read and write the states of this module.
+    Call it before anything imports flashbax. If flashbax is installed, `flashbax.vault` and
+    `flashbax.utils` stay its own, and work with the states of this module.
     """
     folders = getattr(find_spec("flashbax"), "submodule_search_locations", None) or []
     kinds = ["flat_buffer", "item_buffer", "trajectory_buffer", "trajectory_queue", "mixer"]
@@ -392,7 +393,7 @@ def install() -> None:
     public = {name: globals()[name] for name in __all__}
     for name in (*(f"buffers.{kind}" for kind in kinds), "buffers", ""):
         spec = ModuleSpec(f"flashbax.{name}".rstrip("."), None)
-        if "." not in name:  # a package: its other modules are flashbax's own
+        if "." not in name:  # a package, whose other modules are those of flashbax
             spec.submodule_search_locations = [f"{folder}/{name}" for folder in folders]
         module = sys.modules[spec.name] = module_from_spec(spec)
         vars(module).update(public)

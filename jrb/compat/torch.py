@@ -1,4 +1,4 @@
-"""Batches as tensors of PyTorch."""
+"""Converts batches to PyTorch tensors."""
 
 from typing import Any
 
@@ -10,19 +10,19 @@ from jrb.authoring import leaf_name, require
 
 
 def to_torch(batch: Any, *, copy: bool = False) -> Any:
-    """Returns a batch, or any pytree of arrays, with tensors of PyTorch in the place of arrays.
+    """Returns a batch, or any pytree of arrays, with its arrays as PyTorch tensors.
 
-    Where JAX and PyTorch can share memory, as on a CPU and on one GPU, nothing is copied. Then do
-    not write into the tensors: the arrays of JAX would change.
+    If JAX and PyTorch can share memory, as on a CPU or the same GPU, nothing is copied. Do not
+    write to such tensors: the JAX arrays would change.
 
     Args:
-        batch: a `Sample`, its `data`, or any pytree of arrays of JAX or NumPy. PRNG keys become
+        batch: a `Sample`, its `data`, or any pytree of JAX or NumPy arrays. PRNG keys become
             their words.
-        copy: whether the tensors have memory of their own, into which may be written.
+        copy: True to copy the arrays, so that the tensors may be written to.
 
     Raises:
         ModuleNotFoundError: PyTorch is not installed.
-        TypeError: a leaf has a dtype that PyTorch lacks, such as int4.
+        TypeError: PyTorch lacks the dtype of a leaf, such as int4.
 
     Example:
         tensors = jrb.to_torch(methods.sample(state, 7))

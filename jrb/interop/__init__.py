@@ -1,4 +1,4 @@
-"""Readers and writers of other libraries' buffers: TorchRL's dumps, flashbax's states, vaults."""
+"""Readers of TorchRL's dumps and of flashbax's states and vaults, and a writer of the first."""
 
 from jrb._util.public import PublicNames
 from jrb.interop.dump import Dump

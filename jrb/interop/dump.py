@@ -1,4 +1,4 @@
-"""The items of another library, and how they become a state."""
+"""The class `Dump`: items from another library's buffer, and their conversion to a state."""
 
 import operator
 from typing import Any, NamedTuple, cast
@@ -16,31 +16,31 @@ from jrb.types import PrioritizedSampler
 
 
 class Dump(NamedTuple):
-    """The items that another library had stored.
+    """The items that another library's buffer held.
 
     Attributes:
-        items: a pytree of arrays `[T, ...]` or `[T, E, ...]`, mostly a nested dict, in the order of
-            the ring, cut to what was written.
-        info: a dict. `cursor`, the row that would be written next; `full`, whether the ring was;
-            `num_envs`, E or None; and what else the source has: `priorities`, float `[T]` or
-            `[T, E]`, p as an agent reported it, with `alpha`, `eps` and `max_priority`.
+        items: a pytree of arrays `[T, ...]` or `[T, E, ...]`, usually a nested dict: the written
+            rows, in the order of the ring.
+        info: a dict with `cursor`, the row to be written next; `full`, True if all rows were
+            written; `num_envs`, E or None; and, if the source has them, `priorities`, float `[T]`
+            or `[T, E]` (p, not p^alpha), `alpha`, `eps` and `max_priority`.
     """
 
     items: Any
     info: dict[str, Any]
 
     def into(self, buffer: ReplayBuffer) -> BufferState:
-        """Returns the state of a buffer that holds these items.
+        """Returns a state of `buffer` that holds these items.
 
-        If the buffer has room for exactly these rows, every item keeps its slot, and the cursor its
-        place. Otherwise rows are written in order of time from slot 0 on; of more than there is
-        room for, the newest ones.
+        If the buffer has exactly as many rows as the dump, every item keeps its slot. Otherwise
+        rows are written in order of time from slot 0 on; if there are too many, only the newest.
 
         Args:
-            buffer: with the `num_envs` of the items; priorities go to a `Prioritized` sampler.
+            buffer: a buffer with the `num_envs` of the items. Its sampler receives the priorities
+                if it is prioritized.
 
         Raises:
-            ValueError: another `num_envs`, or items that the buffer does not take.
+            ValueError: the buffer has another `num_envs`, or does not accept the items.
         """
         envs = self.info["num_envs"]
         if not isinstance(buffer, ReplayBuffer):
@@ -62,7 +62,7 @@ class Dump(NamedTuple):
         order = (first + np.arange(rows)) % max(rows, 1)  # oldest first
         order = order[max(0, rows - ring.rows) :] if writer.is_chronological else order
         start = first if rows == ring.rows and writer.is_chronological else 0
-        if start:  # the state is empty, and its next row is `start`
+        if start:  # write from row `start` on, so that every item keeps its slot
             cursor = jnp.full_like(state.writer.cursor, start)
             state = state.replace(writer=state.writer.replace(cursor=cursor))
         if self.info["full"] or rows > ring.rows:  # episodes may have begun before these rows
@@ -78,7 +78,7 @@ class Dump(NamedTuple):
     def _with_priorities(
         self, buffer: ReplayBuffer, state: BufferState, order: np.ndarray, start: int
     ) -> BufferState:
-        """Returns the state with the priorities of rows that were written from `start` on."""
+        """Returns the state with the priorities of rows in `order`, stored from row `start` on."""
         ring, sampler = buffer.ring, cast(PrioritizedSampler, buffer.sampler)
         if not buffer.writer.is_chronological:
             raise ValueError(

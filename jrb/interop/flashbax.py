@@ -1,7 +1,7 @@
-"""Items of flashbax, by the row.
+"""Reads the items of flashbax's states and vaults.
 
-flashbax keeps leaves `[A, T, ...]`: A rows that are added together, T places in time, a ring along
-the time axis. Its flat, item and trajectory buffers, prioritised or not, all have this state.
+flashbax keeps leaves `[A, T, ...]`: A streams (its `add_batch_size`), and a ring of T time steps.
+All its buffers, flat, item or trajectory, prioritised or not, have such a state.
 """
 
 import contextlib
@@ -31,35 +31,35 @@ def read_flashbax(
     sequence_length: int | None = None,
     squeeze: bool = False,
 ) -> Dump:
-    """Returns the items of a live flashbax state.
+    """Returns the items of a flashbax state in memory.
 
-    flashbax's A (`add_batch_size`) is E here. The items are timesteps, as they were added:
-    flashbax makes pairs and sequences when it samples. To sample these, use
-    `unit=jrb.Sequence(length=...)`.
+    flashbax's A (`add_batch_size`) is E here. The items are timesteps as they were added, since
+    flashbax forms pairs and sequences only when it samples. Use `unit=jrb.Sequence(length=...)` to
+    sample these.
 
-    A priority belongs to the step at which a sequence starts, which is the anchor here. A state
-    contains neither the exponent of its priorities nor the length of its sequences.
+    A priority belongs to the first step of a sequence, which is the anchor in jrb. A state has
+    neither the exponent of its priorities nor the length of its sequences; give them as arguments.
 
     Args:
-        state: of a trajectory, flat or item buffer, or of one of their prioritised twins. It is
-            only read; where JAX computes on the host, the items are views of it.
-        priority_exponent: the one that the prioritised buffer was made with, 0.6 by default there.
-            With 1 the priorities are those of flashbax already raised to it, which draw the same
-            with `jrb.Prioritized(alpha=1.0, eps=0.0)`.
-        sequence_length: what flashbax samples: 1 of an item buffer, 2 of a flat one. Then every
-            whole sequence has its priority, also one of 0, and a broken one has none. Without it,
-            sequences are those of positive priority.
-        squeeze: without the environment axis, for a buffer without `num_envs`; needs A = 1.
+        state: the state of a trajectory, flat or item buffer, prioritised or not. It is only
+            read; on the CPU backend the items are views of it.
+        priority_exponent: the exponent of the prioritised buffer, by default 0.6 in flashbax. With
+            1, the priorities returned are flashbax's powers, which give the same distribution with
+            `jrb.Prioritized(alpha=1.0, eps=0.0)`.
+        sequence_length: the length of the sequences that flashbax samples: 1 for item buffers, 2
+            for flat ones. All complete sequences then have a priority, even 0, and others have
+            none. If None, sequences of priority 0 count as having none.
+        squeeze: True to drop the environment axis, for a buffer without `num_envs`; needs A = 1.
 
     Returns:
-        Items `[T, E, ...]`, or `[T, ...]` with `squeeze`, with the structure of the experience: the
-        rows that were written, in the order of the ring. The info has `cursor`, `full`,
-        `num_envs` and `capacity` (A times T); for a prioritised state also `priorities`, float32
-        `[T, E]`, -1 where no sequence starts, and `alpha`, `eps` and `max_priority`.
+        The written rows in the order of the ring, with the structure of the experience: items
+        `[T, E, ...]`, or `[T, ...]` with `squeeze`. `info` has `cursor`, `full`, `num_envs` and
+        `capacity` (A times T); for a prioritised state also `priorities`, float32 `[T, E]`, -1 at
+        steps where no sequence starts, `alpha`, `eps` and `max_priority`.
 
     Raises:
-        TypeError: it is no such state; the message names what it lacks.
-        ValueError: states under `vmap`, or an argument that does not fit.
+        TypeError: `state` is no such state; the message names the missing field.
+        ValueError: `state` has axes of `vmap`, or an argument does not fit.
 
     Example:
         >>> import types, jax.numpy as jnp, jrb, jrb.checkpoint
@@ -102,10 +102,10 @@ def read_flashbax(
 
 
 def _priorities(tree: Any, info: dict[str, Any], exponent: float, sequence: int | None) -> Any:
-    """Returns what a sum-tree says of the steps that were written; see `read_flashbax`."""
+    """Returns the priorities of the written steps in a sum-tree, for the info of a dump."""
     envs, length = info["num_envs"], info["capacity"] // info["num_envs"]
     steps = _by_step(tree, envs, length)
-    # A sequence is whole if nothing of it was overwritten; what was never written is oldest.
+    # A sequence is complete if it ends by the newest step; unwritten steps count as oldest.
     whole = steps > 0
     if sequence is not None:
         age = (np.arange(length) - info["cursor"]) % length
@@ -119,15 +119,15 @@ def _priorities(tree: Any, info: dict[str, Any], exponent: float, sequence: int 
 
 
 def _time_first(leaf: Any) -> Any:
-    """Returns a leaf `[A, T, ...]` as `[T, A, ...]`, on the host; keys stay where they are."""
+    """Returns a leaf `[A, T, ...]` as `[T, A, ...]` in NumPy; PRNG keys stay JAX arrays."""
     keys = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return (leaf if keys else np.asarray(leaf)).swapaxes(0, 1)
 
 
 def _by_step(tree: Item, envs: int, length: int) -> np.ndarray:
-    """Returns the leaves of a sum-tree, float32 `[T, A]`; NaN at steps where no sequence can start.
+    """Returns a sum-tree's leaves by step, float32 `[T, A]`; NaN where no sequence may start.
 
-    There is a leaf for every `period` steps of time, all those of a row beside each other.
+    The tree has a leaf for every `period`-th step, stream after stream.
     """
     items = tree.capacity // envs
     if not items or length % items:
@@ -136,7 +136,7 @@ def _by_step(tree: Item, envs: int, length: int) -> np.ndarray:
             f"steps, got {items} leaves for each of {envs} rows."
         )
     nodes = np.asarray(tree.nodes)
-    leaves = nodes[nodes.size // 2 :][: items * envs]  # the last level, of a power of two
+    leaves = nodes[nodes.size // 2 :][: items * envs]  # the last level has a power of two nodes
     steps = np.full((length, envs), np.nan, np.float32)
     steps[:: length // items] = leaves.reshape(envs, items).T
     return steps
@@ -162,21 +162,21 @@ def read_vault(
 ) -> Dump:
     """Returns the items of a flashbax Vault, in order of time.
 
-    A vault has neither capacity nor priorities, and lacks whatever its writer missed.
+    A vault has no capacity and no priorities, and lacks steps that were overwritten between writes.
 
     Args:
-        path: of the vault's folder with `metadata.json`, `rel_dir/vault_name/vault_uid`.
-        example: a pytree of the structure that the experience had; None for nested dicts, which
-            is all that a vault remembers.
-        newest: how many timesteps at most, the newest ones; None for all.
-        squeeze: without the environment axis, for a buffer without `num_envs`; needs A = 1.
+        path: the vault's folder with `metadata.json`, `rel_dir/vault_name/vault_uid`.
+        example: a pytree with the structure of the experience; None for nested dicts, because a
+            vault does not store the structure.
+        newest: the maximum number of timesteps, the newest ones; None for all.
+        squeeze: True to drop the environment axis, for a buffer without `num_envs`; needs A = 1.
 
     Returns:
-        Items `[T, E, ...]`, or `[T, ...]` with `squeeze`, and an info with `cursor`, `full`,
-        `num_envs` and `capacity`, which is just enough for these.
+        Items `[T, E, ...]`, or `[T, ...]` with `squeeze`. `info` has `cursor`, `full`, `num_envs`
+        and `capacity`, which is the number of these items.
 
     Raises:
-        FileNotFoundError: there is no vault.
+        FileNotFoundError: the path is not a vault.
         ModuleNotFoundError: flashbax or tensorstore is not installed.
     """
     library, path = require("flashbax.vault", "flashbax"), absolute_path(path)
@@ -187,7 +187,7 @@ def read_vault(
         )
     parent, uid = os.path.split(path)
     folder, name = os.path.split(parent)
-    with contextlib.redirect_stdout(io.StringIO()):  # flashbax prints
+    with contextlib.redirect_stdout(io.StringIO()):  # hides what flashbax prints
         vault = library.Vault(name, example, rel_dir=folder, vault_uid=uid)
     rows = vault.vault_index if newest is None else min(newest, vault.vault_index)
     items = jax.tree.map(_time_first, vault.read(timesteps=rows).experience)

@@ -1,9 +1,9 @@
-"""Dumps of TorchRL's replay buffers, read without TorchRL.
+"""Reads dumps of TorchRL's replay buffers, without TorchRL.
 
-N capacity, E environments, T rows of time, K ends of trajectories. TorchRL has four layouts. The
-default one holds the arrays as they are stored. The flat one holds every observation once, in order
-of time, environment after environment; the nested one the same bytes with the lengths of the
-trajectories; and the one of HDF5 a group for each trajectory.
+N capacity, E environments, T rows, K ends of trajectories. TorchRL has four layouts. The default
+one holds the storage's arrays. The compact ones hold each observation once, in order of time, one
+environment after the other: the flat one as arrays, the nested one as ragged arrays of
+trajectories, and the HDF5 one with a group for each trajectory.
 """
 
 import math
@@ -26,14 +26,14 @@ _ONCE = tuple((name,) for name in ("reward", *files.FLAGS))
 
 
 class StoredDump(NamedTuple):
-    """The arrays of a dump, as its layout has them."""
+    """The arrays of a dump in their stored layout."""
 
     layout: str
     leaves: Leaves  # `[T, ...]` or `[T, E, ...]`; in compact layouts `[N, ...]` or `[N + K, ...]`
     shape: tuple[int, ...]  # T and the axes of the environments
     length: int  # the number of items
-    shift: int = 0  # in compact layouts, the row behind the newest one
-    full: bool = False  # in compact layouts, rows were turned so that the oldest comes first
+    shift: int = 0  # in compact layouts, the row after the newest one
+    full: bool = False  # in compact layouts, True if rows were rotated to put the oldest first
 
 
 @escaped_errors()
@@ -42,40 +42,39 @@ def read_torchrl(
     squeeze: bool = False,
     max_expansion: float = MAX_EXPANSION,
 ) -> Dump:
-    """Reads what `ReplayBuffer.dumps` of TorchRL has written, in any of its layouts.
+    """Reads a dump that TorchRL's `ReplayBuffer.dumps` has written, in any of its layouts.
 
     Args:
-        path: the folder.
-        squeeze: if True, rewards and done flags of shape `[1]` become `[]`, the shape that jrb's
-            units expect.
+        path: the dump's folder.
+        squeeze: True to change the shape `[1]` of rewards and flags to `[]`, as jrb's units expect.
         max_expansion: the largest ratio of the size of arrays in HDF5 to that of their file.
 
     Returns:
-        The items, as `rb[:]` has them but with time before the environments, memory-mapped where
-        the layout has them as they are. In `info` besides `cursor`, `full` and `num_envs`:
-        `capacity`, N; `layout`, "default", "flat", "nested" or "h5"; `write_count`, the rows ever
-        written; and of a prioritized sampler `priorities`, float64 `[T]` or `[T, E]`, with
-        `leaves`, the same as (p + eps)^alpha, `alpha`, `beta`, `eps` and `max_priority`. If alpha
-        is 0, priorities cannot be recovered from these powers, and are 1.
+        The items, in the order of `rb[:]` but with time before the environments; memory-mapped in
+        the default layout. `info` has `cursor`, `full`, `num_envs`; `capacity`, N; `layout`,
+        "default", "flat", "nested" or "h5"; and `write_count`, the number of rows ever written.
+        For a prioritized sampler, also `priorities`, float64 `[T]` or `[T, E]`; `leaves`, their
+        powers (p + eps)^alpha; `alpha`, `beta`, `eps` and `max_priority`. If alpha is 0, priorities
+        cannot be derived from the powers, and are 1.
 
     Raises:
-        FileNotFoundError: there is no dump, or a file of it is missing.
-        DamagedError: a file is shorter or longer than it should be, or not what it should be.
-        ValueError: the dump holds something that has no arrays, or another dtype.
+        FileNotFoundError: there is no dump, or one of its files is missing.
+        DamagedError: a file has the wrong length or invalid contents.
+        ValueError: the dump holds something other than arrays, or a dtype that jrb lacks.
     """
     folder = DumpFolder(path)
     stored = _read_storage(folder, max_expansion)
     storage, where = folder.path("storage"), folder.path("writer", "metadata.json")
     if not any(leaf.size for leaf in stored.leaves.values()) or not all(stored.shape[:1] or (0,)):
-        # No file would say how many rows there are.
+        # Without a tensor file, nothing confirms the declared number of rows.
         got = f"shape {stored.shape} and {['/'.join(key) for key in stored.leaves]}"
         raise damaged(storage, "a row and a tensor with entries", got)
     writer = folder.json("writer", "metadata.json")
     cursor = files.whole(writer.get("cursor"), where, "cursor")
     count = files.whole(writer.get("write_count", cursor), where, "write_count")
     time, envs, length = stored.shape[0], math.prod(stored.shape[1:]), stored.length
-    # The length counts items of all environments, but rows where the storage has but one axis, and
-    # what are taken for environments are axes of the items: then no fewer were written.
+    # The length counts items of all environments. But if the storage has one axis, it counts rows,
+    # and the other axes of `shape` are axes of the items; the write count tells these cases apart.
     each = envs if length > time or count * envs == length else 1
     rows = length // each
     if length % each or rows > time or (stored.full and rows != time):
@@ -108,7 +107,7 @@ def _nested(where: str, leaves: Leaves, axes: int, squeeze: bool) -> dict[str, A
     """Returns leaves as a nested dict; see `read_torchrl` for `squeeze`."""
     items: dict[str, Any] = {}
     for key, leaf in leaves.items():
-        # No file says that bools are bools, and rows that were never written may hold anything.
+        # NumPy misreads bools that are neither 0 nor 1, which files may hold.
         if leaf.dtype == np.bool_ and (leaf.view(np.uint8) > 1).any():
             expected = f"leaf '{'/'.join(key)}' with bytes that are 0 or 1"
             raise damaged(where, expected, "others")
@@ -121,7 +120,7 @@ def _nested(where: str, leaves: Leaves, axes: int, squeeze: bool) -> dict[str, A
 
 
 def _read_storage(folder: DumpFolder, max_expansion: float) -> StoredDump:
-    """Reads the arrays, in whatever layout they are."""
+    """Finds the layout of a dump, and reads its arrays."""
     if folder.has(*_H5):
         layout, where = "h5", folder.file(*_H5)
         about, leaves = files.read_h5(where, max_expansion)
@@ -166,7 +165,7 @@ def _unfolded(where: str, stored: StoredDump, rows: int) -> Leaves:
     least = -time if stored.full else 1
     if not least <= shift <= time:
         raise damaged(where, f"a shift from {least} to {time}", shift)
-    # Behind the last row of each trajectory, and the newest row, an observation was added.
+    # A next observation was inserted after each last row of a trajectory, and the newest row.
     ends = (done.view(np.uint8) != 0 if done.dtype == np.bool_ else done != 0).reshape(-1, time)
     ends[:, time - 1 if stored.full else shift - 1] = True
     ends = ends.reshape(-1)
@@ -176,9 +175,9 @@ def _unfolded(where: str, stored: StoredDump, rows: int) -> Leaves:
     for key, leaf in leaves.items():
         has_next = len(leaf) == more
         if not stored.full and not has_next:
-            # Rows that were never written may hold any flags. With one environment they are behind
-            # all that is read. With several, HDF5 lacks as many rows at the very end as
-            # environments end in one.
+            # Rows that were never written may have any flags. With one environment, they come after
+            # all rows that are read. With several, HDF5 lacks one row at the very end for each
+            # environment whose last row is flagged.
             enough = len(leaf) > max(total, place.max(initial=-1) + 1)
             last = ends[time - 1 :: time]
             has_next = enough and (last.size == 1 or len(leaf) == more - last.sum())
@@ -198,14 +197,14 @@ def _unfolded(where: str, stored: StoredDump, rows: int) -> Leaves:
 
 
 def _rows(leaf: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Returns rows, without a copy if they are consecutive."""
+    """Returns the rows at `index`, as a view if they are consecutive."""
     if index.ndim == 1 and len(index) and (np.diff(index) == 1).all():
         return leaf[index[0] : index[0] + len(index)]
     return leaf[index]
 
 
 def _read_priorities(folder: DumpFolder, lead: tuple[int, ...]) -> dict[str, Any]:
-    """Reads what a prioritized sampler left, for the rows that hold items."""
+    """Reads the state of a prioritized sampler for the rows that hold items; else returns {}."""
     name, size = ("sampler", "sampler_metadata.json"), math.prod(lead)
     about = folder.json(*name) if folder.has(*name) else {}
     if "_alpha" not in about:

@@ -1,7 +1,7 @@
-"""The files of TorchRL's dumps, and arrays out of them by name; HDF5 too.
+"""Reads the files of TorchRL's dumps, memory-mapped or HDF5, as arrays by name.
 
-N rows, K trajectories. Nothing is unpickled, no file outside the dump is opened, and no size is
-believed before the file is as long as that.
+N rows, K trajectories. Nothing is unpickled, no file outside the dump is opened, and declared sizes
+are compared with the lengths of files before memory is allocated.
 """
 
 import json
@@ -29,54 +29,54 @@ DTYPES: dict[str, Any] = {
         *("complex64", "complex128"),
     )
 }
-"""The dtypes that both sides have, by the names of both."""
+"""The dtypes that PyTorch and JAX share, by their common names."""
 
 FLAGS = ("done", "terminated", "truncated")
-"""What the compact layouts keep once, and give back at the root as zeros."""
+"""The flags, which compact layouts store only for `next`; those at the root are read as zeros."""
 
 ABOUT = ("is_full", "shift", "_storage_shape")
-"""What the compact layouts hold besides tensors."""
+"""The names of the entries of compact layouts that are not tensors."""
 
 _UNSAFE = frozenset('/<>:"|?*\\ %\x7f') | frozenset(map(chr, range(32)))
 _MOST_JSON = 64 << 20
-_MOST_RATIO = 1032  # that a filter of HDF5 can pack
+_MOST_RATIO = 1032  # the maximum compression ratio of an HDF5 filter
 
 
 def file_name(key: str) -> str:
-    """Returns the name of a file for a key, without its ending."""
+    """Returns the file name for a key, percent-encoded as by TorchRL, without an ending."""
     if key in ("", ".", ".."):
         return "%2E" * len(key) or "%"
     return "".join(f"%{ord(char):02X}" if char in _UNSAFE else char for char in key)
 
 
 def damaged(where: str, expected: str, got: object) -> DamagedError:
-    """Returns the error for a file that is not what it should be."""
+    """Returns the error for a file with unexpected contents."""
     return DamagedError(f"{where}: expected {expected}, found {got}.")
 
 
 def whole(value: Any, where: str, name: str) -> int:
-    """Returns a whole number of at least 0 out of a file."""
+    """Returns a value from a file as a whole number of at least 0; raises for others."""
     if number(value, where, name) != int(value) or value >= 2**63:
         raise damaged(where, f"{name} to be a whole number", value)
     return int(value)
 
 
 def number(value: object, where: str, name: str) -> float:
-    """Returns a number of at least 0 out of a file."""
+    """Returns a value from a file as a number of at least 0; raises for others."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**128:
         raise damaged(where, f"{name} to be a finite number of at least 0", value)
     return float(value)
 
 
 def shape_of(value: object, where: str) -> tuple[int, ...]:
-    """Returns a shape out of a file."""
+    """Returns a value from a file as a shape; raises for others."""
     if not isinstance(value, list) or len(value) > 32:
         raise damaged(where, "a shape of at most 32 axes", value)
     return tuple(whole(size, where, "a size") for size in value)
 
 
 class DumpFolder:
-    """A dump, out of which no name leads."""
+    """The folder of a dump. No name can lead out of it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.root: str = os.path.realpath(absolute_path(path))
@@ -92,11 +92,11 @@ class DumpFolder:
         return path
 
     def has(self, *names: str) -> bool:
-        """Returns whether there is such a file."""
+        """Returns True if the dump has this file."""
         return os.path.lexists(self.path(*names))
 
     def name(self, names: Key, key: str, ending: str = "") -> str:
-        """Returns the name of a key's file or folder, which earlier versions did not encode."""
+        """Returns the name of a key's file or folder, which early TorchRL did not encode."""
         name = file_name(key) + ending
         plain = key not in ("", ".", "..") and not {"/", "\\", "\0"} & {*key}
         if plain and not self.has(*names, name) and self.has(*names, key + ending):
@@ -104,7 +104,7 @@ class DumpFolder:
         return name
 
     def file(self, *names: str) -> str:
-        """Returns the path of a plain file, which exists."""
+        """Returns the path of a regular file; raises if there is none."""
         path = self.path(*names)
         if not os.path.lexists(path):
             raise FileNotFoundError(f"{path}: expected a file of the dump, found none.")
@@ -113,7 +113,7 @@ class DumpFolder:
         return path
 
     def json(self, *names: str) -> dict[str, Any]:
-        """Reads a JSON object."""
+        """Reads the JSON object in a file."""
         path = self.file(*names)
         if os.path.getsize(path) > _MOST_JSON:
             raise damaged(path, f"at most {_MOST_JSON} bytes of JSON", os.path.getsize(path))
@@ -127,7 +127,7 @@ class DumpFolder:
         return value
 
     def array(self, names: Key, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Maps a file as a read-only array; an array without entries has no file."""
+        """Memory-maps a file as a read-only array; an array of size 0 has no file."""
         size = math.prod(shape) * dtype.itemsize
         if not size:
             return np.zeros(shape, dtype)
@@ -138,10 +138,10 @@ class DumpFolder:
         return np.asarray(np.memmap(path, dtype, "r", shape=shape))
 
     def tensors(self, names: Key, lead: tuple[int, ...]) -> Iterator[tuple[Key, np.ndarray, bool]]:
-        """Yields key, array, and whether it is one of trajectories, of all tensors of a folder.
+        """Yields, for each tensor of a folder, its key, its array, and True if it was ragged.
 
-        `lead` has the leading axes that all must have, or is () for `[N]` of any length; then those
-        of trajectories are joined.
+        A ragged tensor is a list of trajectories, which are concatenated. `lead` is the leading
+        shape that all tensors must have; () allows `[N]` of any length, and ragged tensors.
         """
         where = self.path(*names, "meta.json")
         for key, entry in self.json(*names, "meta.json").items():
@@ -171,7 +171,7 @@ class DumpFolder:
         dtype, ragged = np.dtype(DTYPES[name.removeprefix("torch.")]), bool(entry.get("is_nested"))
         place = (*names, self.name(names, key, ".memmap"))
         if ragged:
-            # Trajectories one after the other, whose shapes another file has.
+            # The file has the trajectories one after the other; another file has their shapes.
             if len(shape) != 2 or 0 in shape:
                 raise damaged(where, f"'{key}': the shape of shapes", shape)
             at = (*names, self.name(names, key, ".shape.memmap"))
@@ -181,13 +181,13 @@ class DumpFolder:
             rows, inner = sum(shapes[:, 0].tolist()), shapes[0, 1:].tolist()
             path, width = self.path(*place), math.prod(inner) * dtype.itemsize
             more = os.path.getsize(path) // width - rows if width and os.path.isfile(path) else 0
-            # TorchRL counts a row too few of those that end in the last row without being written.
+            # TorchRL counts one row too few of trajectories that end unwritten in the last row.
             shape = (rows + more if 0 < more <= len(shapes) else rows, *inner)
         return self.array(place, shape, dtype), ragged
 
 
 def kind_of(entry: Any) -> str | None:
-    """Returns the kind of an entry of a `meta.json`; None if it is no entry."""
+    """Returns the kind of an entry of a `meta.json`; None for other values."""
     if not isinstance(entry, dict):
         return None
     kind = entry.get("type")
@@ -198,7 +198,7 @@ def kind_of(entry: Any) -> str | None:
 
 
 class DumpFile:
-    """A dump in HDF5, out of which no link leads, and of which no size is believed."""
+    """A dump in HDF5. Links are not followed, and declared sizes are checked before reading."""
 
     def __init__(self, path: str, file: h5py.File, max_expansion: float) -> None:
         self._path, self._file = path, file
@@ -206,13 +206,13 @@ class DumpFile:
         self._seen: set[Any] = set()
 
     def member(self, group: Any, name: str) -> Any:
-        """Returns what has a name in a group, and is no link."""
+        """Returns the member `name` of a group; raises if it is a link, or missing."""
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
             raise damaged(self._path, f"'{name}' in {group.name} itself", "nothing, or a link")
         return group[name]
 
     def array(self, dataset: Any) -> np.ndarray:
-        """Reads a dataset, if its file can hold as much."""
+        """Reads a dataset; raises if the file is too small for its declared size."""
         size = math.prod(dataset.shape) * dataset.dtype.itemsize
         if dataset.external or dataset.is_virtual:
             raise damaged(self._path, f"the data of {dataset.name} in this file", "them elsewhere")
@@ -225,7 +225,7 @@ class DumpFile:
         return np.asarray(dataset[()])
 
     def datasets(self, group: Any) -> Iterator[tuple[Key, np.ndarray]]:
-        """Yields all datasets under a group; those that hold no numbers are passed over."""
+        """Yields key and array of all numeric datasets under a group."""
         if group in self._seen or not isinstance(group, h5py.Group):
             raise damaged(self._path, f"{group.name} to be a group of its own", group)
         self._seen.add(group)
@@ -237,7 +237,7 @@ class DumpFile:
                 yield (name,), self.array(entry)
 
     def about(self) -> dict[str, Any]:
-        """Returns what the dump says about itself."""
+        """Returns the dump's entries that are not tensors: `ABOUT` and `_len`."""
         about: dict[str, Any] = {}
         for name in (*ABOUT, "_len"):
             value = self.member(self._file, name)
@@ -248,7 +248,7 @@ class DumpFile:
         return about
 
     def leaves(self) -> Leaves:
-        """Returns the leaves of all trajectories, one behind the other."""
+        """Returns the leaves of all trajectories, concatenated."""
         groups = [name for name in map(str, self._file) if name.startswith("traj_")]
         groups = [name for name in groups if name[5:].isdecimal()]
         groups.sort(key=lambda name: int(name[5:]))
@@ -267,7 +267,7 @@ class DumpFile:
 
 
 def read_h5(path: str, max_expansion: float) -> tuple[dict[str, Any], Leaves]:
-    """Reads what a dump says about itself, and its leaves `[N, ...]` or `[N + K, ...]`."""
+    """Reads the entries of a dump that are not tensors, and leaves `[N, ...]` or `[N + K, ...]`."""
     try:
         with h5py.File(path, "r") as file:
             dump = DumpFile(path, file, max_expansion)

@@ -1,7 +1,7 @@
-"""Dumps that TorchRL's replay buffers load, written without TorchRL.
+"""Writes dumps that TorchRL's replay buffers can load, without TorchRL.
 
-N capacity, E environments, T rows of time, K ends of trajectories. A dump is a folder with the
-tensors of the storage, one headerless file each, and JSON with their names, shapes and dtypes.
+N capacity, E environments, T rows, K ends of trajectories. A dump is a folder with the tensors of
+the storage, one headerless file each, and JSON with their names, shapes and dtypes.
 """
 
 import json
@@ -29,37 +29,37 @@ _NOTHING = float(np.finfo(np.float32).max)  # the leaf of an empty slot in the t
 
 
 class DumpRows(NamedTuple):
-    """The rows of the ring that are written, and where they go."""
+    """The rows of the ring that hold items, and the state of the dump's writer."""
 
-    order: np.ndarray  # the rows of the ring in the order of the dump's storage
-    cursor: int  # the row of the storage that would be written next
-    written: int  # rows that were ever written
-    full: bool  # all rows hold items
+    order: np.ndarray  # the ring's rows in the order of the dump's storage
+    cursor: int  # the row of the storage to be written next
+    written: int  # the number of rows ever written, overwritten ones included
+    full: bool  # True if all rows hold items
 
 
 @escaped_errors()
 def write_torchrl(
     path: str | os.PathLike[str], buffer: ReplayBuffer, state: BufferState, layout: str = "default"
 ) -> None:
-    """Writes a folder that a TorchRL buffer of the same capacity takes by `loads(path)`.
+    """Writes a dump that a TorchRL replay buffer of the same capacity loads by `loads(path)`.
 
     The items are written as they are. TorchRL's collectors give rewards and flags a trailing axis
-    of size 1, and flags at the root too: where a TorchRL buffer is to go on with such data, store
-    them so. With E environments the storage has the axes (T, E), for `ndim=2`. The priorities of a
-    `Prioritized` sampler are written too; other samplers leave nothing.
+    of size 1, and put flags also at the root: if a TorchRL buffer shall add collectors' data, store
+    items in this form. With E environments the storage has the axes (T, E), for `ndim=2`. The
+    priorities of a `Prioritized` sampler are written too, but no state of other samplers.
 
     Args:
-        path: a folder that does not exist yet or is empty.
-        buffer: the description; its items are nested dicts.
-        state: its state. It is only read.
-        layout: "default" for what TorchRL's tensor storages load by default, or "flat" for its
-            `FlatStorageCheckpointer`, which has each observation once, and which gives flags at
-            the root back as zeros.
+        path: the path of a new or empty folder.
+        buffer: the buffer; its items must be nested dicts.
+        state: the buffer's state. It is only read.
+        layout: "default", which TorchRL's tensor storages load by default; or "flat", that of its
+            `FlatStorageCheckpointer`, which stores each observation once, and restores flags at
+            the root as zeros.
 
     Raises:
-        TypeError: the items are no nested dicts.
-        ValueError: the folder is not empty, TorchRL has no such dtype, or the layout cannot hold
-            the items exactly.
+        TypeError: the items are not nested dicts.
+        ValueError: the folder is not empty, TorchRL lacks a leaf's dtype, or the layout cannot
+            represent the items exactly.
     """
     if layout not in ("default", "flat"):
         raise ValueError(f"layout: expected 'default' or 'flat', got {layout!r}.")
@@ -99,7 +99,7 @@ def write_torchrl(
 
 
 def _rows(buffer: ReplayBuffer, state: BufferState) -> DumpRows:
-    """In a full ring every row keeps its place; others begin with the oldest one."""
+    """Returns the rows to write: all in their order if the ring is full, else oldest first."""
     ring = buffer.ring
     checks.together("write_torchrl", buffer.writer)
     held = buffer.writer.held(ring, state.writer)
@@ -121,7 +121,7 @@ def _slots(buffer: ReplayBuffer, rows: np.ndarray) -> np.ndarray:
 
 
 def _gather(buffer: ReplayBuffer, state: BufferState, rows: DumpRows) -> Leaves:
-    """Reads items `[T, ...]` or `[T, E, ...]` of the whole capacity, zeros where nothing is."""
+    """Reads items `[T, ...]` or `[T, E, ...]` of the full capacity, zeros in empty rows."""
     ring, spec = buffer.ring, buffer.stored(state)
     lead = (ring.rows,) if buffer.num_envs is None else (ring.rows, ring.envs)
     leaves: Leaves = {}
@@ -150,7 +150,7 @@ def _gather(buffer: ReplayBuffer, state: BufferState, rows: DumpRows) -> Leaves:
 def _write_tensors(
     folder: Folder, name: str, items: dict[str, Any], shape: tuple[int, ...], about: dict[str, Any]
 ) -> None:
-    """Writes a dict of arrays as a folder; `about` has further entries that are no tensors."""
+    """Writes a nested dict of arrays as a folder; `about` has entries that are not tensors."""
     folder.make(name)
     meta: dict[str, Any] = {key: {"type": "NonTensorData"} for key in about}
     for key, value in about.items():
@@ -183,7 +183,7 @@ def _write_json(folder: Folder, name: str, value: dict[str, Any]) -> None:
 def _write_priorities(
     folder: Folder, buffer: ReplayBuffer, state: BufferState, rows: DumpRows
 ) -> None:
-    """Writes the leaves of both trees in the order of the storage, float64 `[N]`."""
+    """Writes a prioritized sampler: the leaves of its sum and min trees, float64 `[N]`."""
     sampler: Any = buffer.sampler
     slots = _slots(buffer, rows.order).reshape(-1)
     raw = np.full(buffer.capacity, -1.0)
@@ -205,7 +205,7 @@ def _write_priorities(
 
 
 def _flat(leaves: Leaves, shape: tuple[int, ...], rows: DumpRows) -> tuple[Leaves, dict[str, Any]]:
-    """Returns every observation once: leaves `[N, ...]`, those of the next row `[N + K, ...]`."""
+    """Returns the flat layout: leaves `[N, ...]`, and shared observations `[N + K, ...]`."""
     once = [f"next/{name}" for name in ("reward", *FLAGS)]
     if "next/done" not in leaves:
         raise _refusal("next/done", "the ends of trajectories there", f"only {list(leaves)}")
@@ -219,7 +219,7 @@ def _flat(leaves: Leaves, shape: tuple[int, ...], rows: DumpRows) -> tuple[Leave
             raise _refusal(flag, "zeros that go with those of 'next'", "others")
     turn, count = rows.cursor if rows.full else 0, len(rows.order)
     by_env: Leaves = {}
-    for name, leaf in leaves.items():  # to [E, T, ...], row `turn` first
+    for name, leaf in leaves.items():  # reshape to [E, T, ...], with row `turn` first
         leaf = leaf[None] if len(shape) == 1 else leaf.swapaxes(0, 1)
         by_env[name] = np.roll(leaf, -turn, axis=1) if turn else leaf
     done = by_env["next/done"]
@@ -227,7 +227,7 @@ def _flat(leaves: Leaves, shape: tuple[int, ...], rows: DumpRows) -> tuple[Leave
         got = f"{done.size} in {count} rows"
         raise _refusal("next/done", "one flag for each item, and at least one item", got)
     ends = done.reshape(done.shape[:2]).astype(bool)
-    ends[:, count - 1] = True  # the newest row ends one too
+    ends[:, count - 1] = True  # the newest row ends a trajectory too
     flatten = lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
     out: Leaves = {}
     for name, leaf in by_env.items():
@@ -237,7 +237,7 @@ def _flat(leaves: Leaves, shape: tuple[int, ...], rows: DumpRows) -> tuple[Leave
     for name in once:
         if name in by_env:
             out[name[5:]] = flatten(by_env[name])
-    shift = rows.cursor or -shape[0]  # TorchRL cannot turn by 0, nor by T, but by -T
+    shift = rows.cursor or -shape[0]  # TorchRL fails for shifts of 0 and T, not for -T
     return out, {"is_full": rows.full, "shift": shift, "_storage_shape": list(shape)}
 
 
@@ -251,7 +251,7 @@ def _refusal(name: str, expected: str, got: str) -> ValueError:
 def _share(
     name: str, before: np.ndarray, after: np.ndarray, ends: np.ndarray, count: int
 ) -> np.ndarray:
-    """Returns observations `[E, T, ...]` as `[N + K, ...]`: behind an end its next observation."""
+    """Returns observations `[N + K, ...]`: each row's, and after each end its next observation."""
     if (before.shape, before.dtype) != (after.shape, after.dtype):
         got = f"{before.dtype}{before.shape[2:]} and {after.dtype}{after.shape[2:]}"
         raise _refusal("next/" + name, f"the dtype and shape of '{name}'", got)

@@ -1,10 +1,10 @@
-"""Layouts: the same transitions, arranged in other ways. Pure functions on dicts of arrays.
+"""Pure functions that convert transitions between layouts of nested dicts of arrays.
 
-N transitions, E environments, T time, K trajectories. *TED* is how buffers take transitions: a dict
+N transitions, E environments, T time, K trajectories. *TED* is the layout that buffers take: a dict
 with `observation`, `action` and `next: {observation, reward, done, ...}`, leaves `[T, ...]` or
-`[T, E, ...]`. In the *flat* layout an observation that is also the next observation of the row
-before stands there once; the *nested* one says where each trajectory begins; `split` makes one
-small dict of each. There and back is the identity, bit for bit.
+`[T, E, ...]`. The *flat* layout stores an observation once that is also the next observation of the
+previous row, and marks the ends of trajectories; the *nested* layout has their lengths instead;
+`split` makes a dict for each trajectory. Conversion to a layout and back is exact.
 """
 
 from jrb._util.public import PublicNames

@@ -1,4 +1,4 @@
-"""Flat: every observation once."""
+"""The flat layout, which stores every observation once."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,30 +13,31 @@ from jrb.keys import TED, Keys, path_name
 from jrb.layouts.names import Leaves, flatten, nest
 
 _ENDS = "ends"
-_ROWS = 1024  # that are compared at once
+_ROWS = 1024  # the number of rows that `differ` compares at once
 
 
 def ted_to_flat(
     items: PyTree, keys: Keys = TED, num_envs: int | None = None, cuts: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Returns observations once: those of each trajectory in a row, then its last next one.
+    """Returns transitions in the flat layout, which has observation and next observation as one.
 
     Args:
         items: a nested dict of NumPy or JAX arrays, `[T, ...]`, or `[T, E, ...]` with `num_envs`.
-        keys: the names of their parts.
-        num_envs: E, or None for no axis of environments.
-        cuts: rows after which time does not go on though no flag says so, such as the newest row
-            of a ring in the order of its slots.
+        keys: the paths of a transition's parts in an item.
+        num_envs: the number of environments E; None for no such axis.
+        cuts: rows that the next row does not continue, although no flag says so; for example the
+            newest row of a ring in the order of its slots.
 
     Returns:
-        A dict with the same names. With N = T * E, environment after environment, and K
-        trajectories: leaves `[N, ...]`; leaves of the observation `[N + K, ...]` in place of those
-        and of their next ones; and `ends`, bool `[T]` or `[E, T]`, the last rows of trajectories.
-        Where most next observations are not the next row's, as for returns of n steps, both stay.
+        A dict with the same names. Rows are sorted by environment, then time; N = T * E. Leaves are
+        `[N, ...]`. Leaves of the observation are `[N + K, ...]`: the observations of each of the K
+        trajectories, then its last next observation; their next leaves are dropped. `ends`, bool
+        `[T]` or `[E, T]`, marks the last rows of trajectories. If most next observations differ
+        from the next row's observation, as for n-step returns, both leaves are kept as `[N, ...]`.
 
     Raises:
-        TypeError: no dict, or a leaf that is no array.
-        ValueError: leaves of unequal T or E, or one that is called `ends`.
+        TypeError: `items` is not a dict, or a leaf is no array.
+        ValueError: leaves differ in T or E, or one is named `ends`.
     """
     leaves, links = to_flat(flatten(items, "ted_to_flat"), keys, num_envs, cuts)
     if _ENDS in leaves:
@@ -46,7 +47,7 @@ def ted_to_flat(
 
 
 def flat_to_ted(flat: Any, keys: Keys = TED) -> dict[str, Any]:
-    """Returns the transitions that `ted_to_flat` took."""
+    """Returns the transitions of a flat layout; the inverse of `ted_to_flat`."""
     leaves = flatten(flat, "flat_to_ted")
     if _ENDS not in leaves:
         raise ValueError(
@@ -58,12 +59,12 @@ def flat_to_ted(flat: Any, keys: Keys = TED) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """The trajectories of transitions, and the leaves that hold others.
+    """The ends of trajectories, and the leaves that need not be stored.
 
     Attributes:
-        ends: bool `[E, T]`, the last rows of trajectories.
-        shared: from leaves of the next observation to those of the observation that hold all their
-            rows but the last ones of trajectories.
+        ends: bool `[E, T]`, True for the last row of a trajectory.
+        shared: a dict from leaves of the next observation to the leaves of the observation whose
+            following row they repeat, except at ends.
     """
 
     ends: np.ndarray
@@ -71,17 +72,16 @@ class Chain:
 
 
 def chain(leaves: Leaves, keys: Keys, cuts: np.ndarray) -> Chain:
-    """Finds where trajectories end, and which leaves hold others.
+    """Returns the ends of trajectories, and the leaves of next observations that can be shared.
 
-    A trajectory ends where a flag says so (done, terminated or truncated, whichever there are),
-    where the environment's rows end, where it is cut, and where a next observation is not the next
-    row's observation. If that is so in most rows, as for returns of n steps, then the leaf is not
-    shared, and tells nothing about ends.
+    A trajectory ends at flags (done, terminated or truncated), at the environment's last row, at
+    cuts, and where a next observation differs from the next row's observation. A leaf that differs
+    in most rows, as for n-step returns, is not shared, and marks no ends.
 
     Args:
-        leaves: arrays `[E, T, ...]`.
-        keys: the names of their parts.
-        cuts: bool `[E, T]`, further last rows.
+        leaves: arrays `[E, T, ...]` by name.
+        keys: the paths of a transition's parts in an item.
+        cuts: bool `[E, T]`, True for further last rows.
     """
     ends = cuts.copy()
     ends[:, -1:] = True
@@ -103,14 +103,13 @@ def chain(leaves: Leaves, keys: Keys, cuts: np.ndarray) -> Chain:
 
 
 def differ(before: Any, after: Any) -> np.ndarray:
-    """Finds the next observations that differ, in any bit, from the observation of the next row.
+    """Returns bool `[E, T]`, True if a next observation is not the next row's observation.
+
+    Arrays are compared bit by bit. The last row is False.
 
     Args:
         before: the observations, `[E, T, ...]`.
-        after: the next observations, likewise.
-
-    Returns:
-        Bool `[E, T]`, False for the last row.
+        after: the next observations, `[E, T, ...]`.
     """
     envs, length = before.shape[:2]
     is_other = np.zeros((envs, length), bool)
@@ -132,7 +131,7 @@ def differ(before: Any, after: Any) -> np.ndarray:
 
 
 def _by_env(leaves: Leaves, num_envs: int | None) -> Leaves:
-    """Returns leaves `[E, T, ...]`, all of one E and T, or raises."""
+    """Returns the leaves as `[E, T, ...]`; raises if they differ in E or T."""
     if not leaves:
         raise ValueError("expected at least one leaf, got an empty dict.")
     axes, by_env = 1 if num_envs is None else 2, {}
@@ -158,7 +157,7 @@ def _by_env(leaves: Leaves, num_envs: int | None) -> Leaves:
 def to_flat(
     leaves: Leaves, keys: Keys, num_envs: int | None, cuts: Sequence[int]
 ) -> tuple[Leaves, Chain]:
-    """Returns the flat layout of arrays by name, and where trajectories end."""
+    """Returns the flat layout of arrays by name, and the ends and shared leaves."""
     by_env = _by_env(leaves, num_envs)
     shape = next(iter(by_env.values())).shape[:2]
     is_cut = np.zeros(shape, bool)
@@ -177,7 +176,7 @@ def to_flat(
         after = [other for other, twin in links.shared.items() if twin == name]
         if not after:
             continue
-        # `[N + K, ...]`: each row's, and behind the last of a trajectory its next one.
+        # `[N + K, ...]`: each row's observation, and after each end the next observation.
         next_leaf, rows = join(by_env[after[0]]), len(ends) + len(last)
         if isinstance(leaf, jax.Array):
             index = np.empty(rows, np.int64)
@@ -191,12 +190,12 @@ def to_flat(
 
 
 def from_flat(leaves: Leaves, ends: np.ndarray, keys: Keys) -> Leaves:
-    """Returns the transitions of flat arrays by name; `ends` is bool `[T]` or `[E, T]`."""
+    """Returns transitions by name, given flat arrays and `ends`, bool `[T]` or `[E, T]`."""
     place = places(ends.reshape(-1))
     after, before = path_name(keys.next_observation), path_name(keys.observation)
 
     def by_time(leaf: Leaf) -> Any:
-        """From `[N, ...]` to `[T, ...]` or `[T, E, ...]`."""
+        """Reshapes a leaf `[N, ...]` to `[T, ...]` or `[T, E, ...]`."""
         if ends.ndim == 1:
             return leaf
         return leaf.reshape(*ends.shape, *leaf.shape[1:]).swapaxes(0, 1)
@@ -217,5 +216,5 @@ def from_flat(leaves: Leaves, ends: np.ndarray, keys: Keys) -> Leaves:
 
 
 def places(ends: np.ndarray) -> np.ndarray:
-    """Returns where each row's observation is among those of N rows and K ends, int `[N]`."""
+    """Returns the index of each row's observation among the N + K of a flat leaf, int `[N]`."""
     return np.arange(ends.size) + np.cumsum(ends) - ends

@@ -1,4 +1,4 @@
-"""Nested dicts as flat ones whose names tell the path."""
+"""Converts between nested dicts of arrays and flat dicts with names such as `next/reward`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +10,11 @@ Leaves = dict[str, Any]
 
 
 def flatten(items: PyTree, what: str) -> Leaves:
-    """The arrays of a nested dict, by name.
+    """Returns the arrays of a nested dict by name; messages begin with `what`.
 
     Raises:
-        TypeError: something else than a dict with strings for keys, or a leaf that is no array.
-        ValueError: a key with a slash.
+        TypeError: `items` is not a dict, or a leaf is neither an array nor a dict with entries.
+        ValueError: a key is not a string, or has a slash.
     """
     leaves: Leaves = {}
     _flatten(items, "", leaves, what)
@@ -42,7 +42,7 @@ def _flatten(items: PyTree, prefix: str, leaves: Leaves, what: str) -> None:
 
 
 def nest(leaves: Leaves) -> dict[str, Any]:
-    """The nested dict of arrays by name."""
+    """Returns the nested dict of arrays by name."""
     items: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *path, last = name.split("/")

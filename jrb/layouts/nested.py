@@ -1,4 +1,4 @@
-"""Nested: one row per trajectory; and trajectories one by one."""
+"""The nested layout, which has the length of each trajectory, and separate trajectories."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -19,22 +19,22 @@ _LENGTH, _ENVIRONMENT = "length", "environment"
 def ted_to_nested(
     items: PyTree, keys: Keys = TED, num_envs: int | None = None, cuts: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """The flat layout, with the lengths of the trajectories in place of their ends.
+    """Returns transitions in the nested layout: the flat one, with lengths instead of ends.
 
     Args:
-        items: as for `ted_to_flat`.
-        keys: the names of their parts.
-        num_envs: E, or None for no axis of environments.
-        cuts: as for `ted_to_flat`.
+        items: as in `ted_to_flat`.
+        keys: the paths of a transition's parts in an item.
+        num_envs: the number of environments E; None for no such axis.
+        cuts: as in `ted_to_flat`.
 
     Returns:
-        The arrays of `ted_to_flat`, trajectory after trajectory, and `lengths`, int64 `[K]`, the
-        rows of each; of a shared observation each has one more. With `num_envs` also
-        `environments`, int64 `[K]`.
+        The arrays of `ted_to_flat`, and `lengths`, int64 `[K]`, the number of rows of each
+        trajectory (leaves of a shared observation have one row more). With `num_envs` also
+        `environments`, int64 `[K]`, the environment of each trajectory.
 
     Raises:
-        TypeError: no dict, or a leaf that is no array.
-        ValueError: leaves of unequal T or E, or one called `lengths` or `environments`.
+        TypeError: `items` is not a dict, or a leaf is no array.
+        ValueError: leaves differ in T or E, or one is named `lengths` or `environments`.
     """
     leaves, links = to_flat(flatten(items, "ted_to_nested"), keys, num_envs, cuts)
     _check_free(leaves, (_LENGTHS, _ENVIRONMENTS))
@@ -49,7 +49,7 @@ def ted_to_nested(
 
 
 def nested_to_ted(nested: Any, keys: Keys = TED) -> dict[str, Any]:
-    """Returns the transitions that `ted_to_nested` took."""
+    """Returns the transitions of a nested layout; the inverse of `ted_to_nested`."""
     leaves = flatten(nested, "nested_to_ted")
     if _LENGTHS not in leaves:
         raise ValueError(
@@ -62,17 +62,17 @@ def nested_to_ted(nested: Any, keys: Keys = TED) -> dict[str, Any]:
 def split(
     items: PyTree, keys: Keys = TED, num_envs: int | None = None, cuts: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
-    """One dict for each trajectory, environment after environment.
+    """Returns a dict for each trajectory, sorted by environment, then time.
 
     Args:
-        items: as for `ted_to_flat`.
-        keys: the names of their parts.
-        num_envs: E, or None for no axis of environments.
-        cuts: as for `ted_to_flat`.
+        items: as in `ted_to_flat`.
+        keys: the paths of a transition's parts in an item.
+        num_envs: the number of environments E; None for no such axis.
+        cuts: as in `ted_to_flat`.
 
     Returns:
-        Dicts with leaves `[L, ...]`; leaves of a shared observation `[L + 1, ...]`; and `length`,
-        int64 `[]`, L, the trajectory's rows. With `num_envs` also `environment`, int64 `[]`.
+        A list of dicts with leaves `[L, ...]`, or `[L + 1, ...]` of a shared observation; and
+        `length`, int64 `[]`, the number of rows L. With `num_envs` also `environment`, int64 `[]`.
     """
     leaves, links = to_flat(flatten(items, "split"), keys, num_envs, cuts)
     _check_free(leaves, (_LENGTH, _ENVIRONMENT))
@@ -86,7 +86,7 @@ def split(
 
 
 def combine(trajectories: Iterable[Any], keys: Keys = TED) -> dict[str, Any]:
-    """Returns the transitions that `split` took."""
+    """Returns the transitions of separate trajectories; the inverse of `split`."""
     parts = [flatten(trajectory, "combine") for trajectory in trajectories]
     if not parts:
         raise ValueError("combine: expected at least one trajectory, got none.")
@@ -109,11 +109,11 @@ def combine(trajectories: Iterable[Any], keys: Keys = TED) -> dict[str, Any]:
 
 
 def pieces(leaves: Leaves, ends: np.ndarray) -> Iterator[tuple[int, int, Leaves]]:
-    """The environment, the length and the rows of each trajectory.
+    """Yields the environment, the length and the leaves of each trajectory.
 
     Args:
-        leaves: flat, `[N, ...]` or `[N + K, ...]`.
-        ends: bool `[E, T]`.
+        leaves: the arrays of the flat layout by name, `[N, ...]` or `[N + K, ...]`.
+        ends: bool `[E, T]`, True for the last row of a trajectory.
     """
     environments, last = np.nonzero(ends)
     stops = environments * ends.shape[1] + last + 1
@@ -129,7 +129,7 @@ def pieces(leaves: Leaves, ends: np.ndarray) -> Iterator[tuple[int, int, Leaves]
 
 
 def _ends(lengths: np.ndarray, environments: Any) -> np.ndarray:
-    """The last rows of trajectories, bool `[T]` or `[E, T]`."""
+    """Returns bool `[T]` or `[E, T]`, True for the last row of each trajectory."""
     ends = np.zeros(lengths.sum(), bool)
     ends[np.cumsum(lengths) - 1] = True
     if environments is None:

@@ -1,8 +1,8 @@
-"""A buffer in its own processes: actors feed it and learners draw from it, over Ray.
+"""Serves a buffer from its own processes: actors add to it and learners sample from it, over Ray.
 
-`serve` starts the buffer in processes of its own, as actors of Ray, and returns a `Remote`: what
-actors and learners hold in its place, on any machine of the cluster. The extra `ray` brings Ray,
-which is imported when `serve` is called.
+`serve` starts the buffer's servers as actors of Ray, and returns a `Remote`, the handle that actors
+and learners use on any machine of the cluster. The extra `ray` installs Ray, which is imported only
+when `serve` is called.
 """
 
 from jrb._util.public import PublicNames

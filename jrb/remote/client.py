@@ -1,4 +1,4 @@
-"""Starts the servers, and is what actors and learners hold in place of a buffer."""
+"""The function `serve`, which starts the servers, and the handle `Remote` on a served buffer."""
 
 import collections
 import functools
@@ -21,7 +21,7 @@ from jrb.remote.setup import Setup
 from jrb.state import Device, Sample, check_origin
 from jrb.types import Item
 
-_MANY = 10_000  # calls of the gate at once: three for each process that holds a `Remote`
+_MANY = 10_000  # concurrent calls of the gate: three for each process with a `Remote`
 
 
 def serve(
@@ -37,42 +37,42 @@ def serve(
     in_flight: int = 4,
     **ray_options: Any,
 ) -> "Remote":
-    """Runs a buffer in processes of its own, which actors feed and learners draw from.
+    """Runs a buffer in its own processes, for actors that add and learners that sample.
 
-    Every stream, the work of one actor, has a ring of its own, of capacity / streams items: no
-    window or n-step return crosses from one into another. Draws are over all of them.
+    Each actor writes to a stream of its own. Every stream has its own ring of capacity / streams
+    items, so no window or n-step return spans two streams. Samples are taken from all streams.
 
-    A server that dies is started again by Ray and continues from its last save; calls that were
-    under way are made again. What came after that save is lost except for these calls, and `stats`
-    says how much it was. Without a path the server begins empty.
+    Ray restarts a server that dies. The server continues from its last save, or empty without a
+    path, and Ray repeats unfinished calls. All other items since that save are lost; `stats` counts
+    them.
 
     Args:
-        buffer: the description. Its `num_envs` is that of one stream: None for streams of single
+        buffer: the buffer. Its `num_envs` is that of one stream: None for streams of single
             timesteps, E for streams of E environments. Its capacity is that of all streams, a
             multiple of streams * E. Sampler, unit and transforms must work with
-            `writer=jrb.PerEnvironment()`; with as many shards as streams, all do.
+            `writer=jrb.PerEnvironment()`, unless there are as many shards as streams.
         example: one transition, as for `ReplayBuffer.init`.
         streams: the number of streams, one for each actor.
         path: the folder to which servers save; when they start, they load the last save from it.
             A storage in files keeps its files there, so that a save writes only the changes. None
             for the path of the storage; if that is None too, nothing is saved.
-        limits: bounds the ratio of samples to inserts over all shards: `extend` or `sample` waits
-            where it would leave the bounds. An item counts as one insert, a batch as B samples.
+        limits: bounds on the ratio of samples to inserts over all shards: `extend` and `sample`
+            wait while they would exceed them. An item is one insert, a batch is B samples.
         shards: the number of servers. Stream s belongs to shard s % shards.
         seed: the random seed of all draws; see `Server`.
         save_every: the number of items after which each server saves; None for `Remote.save` only.
-        in_flight: the number of unfinished calls that each process which holds the `Remote` may
-            have before `extend` waits; as many chunks may be in the object store.
+        in_flight: the number of unfinished calls that each process with the `Remote` may have
+            before its `extend` waits; the object store may hold as many chunks.
         ray_options: options of `ray.remote` for the servers, such as `num_cpus`, `resources` or
             `max_restarts`. Servers use only the CPU, unless `num_gpus` or `resources` are given.
 
     Returns:
-        The `Remote` for actors and learners. The servers end with its `close`, or when nothing
-        holds it any more.
+        The `Remote` for actors and learners. The servers end when it is closed, or when no
+        reference to it is left.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
-        TypeError, ValueError: parts that do not go with this, with what to do.
+        TypeError, ValueError: a part of the buffer cannot be served; the message says what to do.
     """
     library = ray()
     if limits is not None and not isinstance(limits, SampleToInsert):
@@ -103,44 +103,40 @@ def serve(
 
 
 def _is_under_way(array: Any) -> bool:
-    # `is_ready` of an array that was deleted, or donated, crashes the process.
+    # `is_ready` crashes the process if the array was deleted or donated.
     is_numpy = isinstance(array, np.ndarray)
     return not is_numpy and not array.is_deleted() and not array.is_ready()
 
 
 class Flight:
-    """Calls of Ray that are under way, at most `most`.
-
-    What one of them raised comes out of a later call here.
-    """
+    """A queue of at most `most` unfinished calls of Ray. A later `wait` raises their errors."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._calls: collections.deque[Any] = collections.deque()
-        self._turn = threading.Lock()  # one thread at a time takes calls out
+        self._turn = threading.Lock()  # only one thread at a time may remove calls
 
     def add(self, call: Any) -> None:
-        """Adds a call."""
+        """Adds a call to the queue."""
         self._calls.append(call)
 
     def wait(self, all_of_them: bool = True) -> None:
-        """Waits for all calls, or until there is room for one more."""
+        """Waits for all calls, or until another one can be added."""
         with self._turn:
             while len(self._calls) >= (1 if all_of_them else self._most):
                 try:
                     ray().get(self._calls[0])
-                except Exception:  # no interrupt: that leaves it in line, with what it may raise
+                except Exception:  # an interrupt leaves the call in the queue, with its error
                     self._calls.popleft()
                     raise
                 self._calls.popleft()
 
 
 class Remote:
-    """A buffer in other processes, made by `serve`. It can be pickled, and sent to actors of Ray.
+    """A handle on a served buffer, made by `serve`. It can be pickled and sent to Ray actors.
 
-    What one process asks is done in that order. Each copy numbers what it sends: no timestep is
-    written twice, and where a stream gets another sender, or lost some timesteps, nothing crosses
-    from before to after, as with `truncate`.
+    Calls of one process are executed in order. No timestep is written twice. Where a stream's
+    sender changes, or timesteps were lost, the stream is cut as by `truncate`.
     """
 
     def __init__(self, setup: Setup, servers: list[Any], gate: Any, owns: bool = False) -> None:
@@ -152,7 +148,7 @@ class Remote:
         self._writes: Flight = Flight(setup.in_flight)
         self._updates: Flight = Flight(setup.in_flight)
         self._late: collections.deque[Any] = collections.deque()
-        self._sending = threading.Lock()  # one thread at a time takes priorities out
+        self._sending = threading.Lock()  # only one thread at a time may remove priorities
 
     def __reduce__(self) -> Any:
         return Remote, (self._setup, self._servers, self._gate)
@@ -169,26 +165,26 @@ class Remote:
 
     @property
     def buffer(self) -> ReplayBuffer:
-        """The description that is served, as one stream sees it."""
+        """The buffer that was given to `serve`, with the `num_envs` of one stream."""
         return self._setup.buffer
 
     def extend(self, items: Item, *, stream: int, mask: Any = None, priorities: Any = None) -> None:
-        """Sends T timesteps of a stream, time first; how they are cut into calls does not matter.
+        """Sends T timesteps of a stream, which continue those of the previous call.
 
-        The arrays are copied into the object store of Ray, from which the server reads them without
-        a copy; they may be changed when this returns. It does not wait for the server, unless
-        `in_flight` calls are under way, or `limits` hold adding back. No device of JAX is touched.
+        The arrays are copied into Ray's object store, from which the server reads them without
+        another copy; the caller may change them afterwards. The call waits only if `in_flight`
+        calls are unfinished, or `limits` block inserts. It does not use a JAX device.
 
         Args:
-            items: NumPy arrays `[T, ...]`, or `[T, E, ...]` if the buffer has `num_envs`. Hundreds
-                of kilobytes at a time, or more: a call has a cost of its own.
-            stream: the number of the stream. One actor sends to it at a time.
-            mask: bool `[T]`, the timesteps that are written, or `[T, E]`; None for all.
-            priorities: real `[T]`, or `[T, E]`; None for those of new items.
+            items: NumPy arrays `[T, ...]`, or `[T, E, ...]` if the buffer has `num_envs`. Send
+                hundreds of kilobytes or more at once, since each call has a fixed cost.
+            stream: the index of the stream. Only one actor may send to it at a time.
+            mask: bool `[T]` or `[T, E]`, True for transitions to write; None to write all.
+            priorities: real `[T]` or `[T, E]`; None for the sampler's priority of new items.
 
         Raises:
-            ValueError: another structure or shape than the example's.
-            TypeError: another dtype than the example's, or priorities where there are none.
+            ValueError: structure or shape differ from the example's.
+            TypeError: a dtype differs from the example's, or the sampler takes no priorities.
         """
         setup = self._setup
         if isinstance(stream, bool) or not isinstance(stream, int | np.integer):
@@ -207,7 +203,7 @@ class Remote:
         width = 1 if mask is not None and mask.ndim > 1 else setup.buffer.num_envs or 1
         count = width * (length if mask is None else int(mask.sum()))
         with granted(self._permits, "insert", count, shard) as ticket:
-            # Counted before the call: an interrupt leaves a gap, not a number that is used twice.
+            # Counted before the call: an interrupt then leaves a gap, and no number is used twice.
             first, self._sent[stream] = self._sent[stream], self._sent[stream] + length
             sent = (lane, self._sender, first, leaves, mask, priorities, ticket, count)
             self._writes.add(self._servers[shard].extend.remote(*sent))
@@ -215,24 +211,24 @@ class Remote:
     def sample(
         self, batch_size: int | None = None, beta: float | None = None, device: Device = None
     ) -> Sample:
-        """Draws a batch and waits for it; as `ReplayBuffer.draw`, so that samplers move on.
+        """Returns a batch, and updates the samplers' state, like `ReplayBuffer.draw`.
 
-        With several shards each gives a part of the batch in proportion to its mass, and
-        probabilities and weights are those over all of them. With `limits` it waits until they
-        allow it, and until there is something to draw.
+        Each shard gives a part of the batch in proportion to its mass; probabilities and weights
+        are those of all shards together. With `limits`, the call waits until they allow samples
+        and the buffer has a valid start.
 
         Args:
-            batch_size: B; None for the buffer's.
+            batch_size: the batch size B; None for the buffer's.
             beta: the exponent of the importance weights; None for the sampler's.
-            device: where the batch is put; None for the default device.
+            device: the JAX device of the batch; None for the default device.
 
         Returns:
-            The batch, arrays of JAX. `info["shard"]`, int32 `[B]`, says which shard an item is
-            from; indices and stamps are those of that shard.
+            The batch, with JAX arrays. `info["shard"]`, int32 `[B]`, is the shard of each item;
+            `indices` and `stamp` refer to that shard.
 
         Raises:
-            ValueError: there is nothing to draw, or less than `min_size`, and no `limits` to wait
-                for; or no batch size.
+            ValueError: without `limits`, the buffer has no valid start, or fewer than `min_size`
+                items; or there is no batch size.
         """
         batch_size = self._batch_size(batch_size)
         self._send_updates(all_of_them=False)
@@ -253,17 +249,18 @@ class Remote:
         beta: float | Callable[[int], float] | None = None,
         device: Device = None,
     ) -> Ahead:
-        """Draws batches ahead, and puts them on the device, while the caller computes.
+        """Returns an iterator that fetches batches to the device while the caller computes.
 
         Args:
-            batch_size: B; None for the buffer's.
-            depth: how many batches are drawn and not taken yet, at least 1; new priorities are
-                seen by draws as many batches later.
-            beta: the exponent of the weights, or a function from the number of the batch to it.
-            device: where batches are put; None for the default device.
+            batch_size: the batch size B; None for the buffer's.
+            depth: the number of batches fetched in advance, at least 1. New priorities affect
+                batches only after these.
+            beta: the exponent of the importance weights, or a function from the number of the
+                batch to it; None for the sampler's.
+            device: the JAX device of the batches; None for the default device.
 
         Returns:
-            An endless iterator over batches. It waits while there is nothing to draw.
+            An endless iterator over batches. It waits while the buffer has no valid start.
         """
         checks.count("depth", depth)
         before = functools.partial(self._send_updates, all_of_them=False)
@@ -271,18 +268,18 @@ class Remote:
         return Ahead(self._drawing, before, batch_size, int(depth), beta, device)
 
     def update_priority(self, sample: Sample, priorities: jax.Array | np.ndarray) -> None:
-        """Sends new priorities for what was drawn, without the data.
+        """Sends new priorities for the items of a batch.
 
-        It does not wait, not even until the priorities are computed: they are sent by a later call,
-        of this or of a draw, when they are. Items overwritten since are left alone.
+        The call does not wait for JAX to compute the priorities: if they are not ready, a later
+        call of this method or of a draw sends them. Items overwritten meanwhile are ignored.
 
         Args:
-            sample: what `sample` or `ahead` gave.
-            priorities: real `[B]`, or `[B, L]` for a unit of windows.
+            sample: the batch, from `sample` or `ahead`.
+            priorities: real `[B]`, or `[B, L]` for a unit of windows of L steps.
 
         Raises:
             TypeError: the sampler has no priorities.
-            ValueError: another shape, or a sample of another buffer.
+            ValueError: the priorities have a wrong shape, or the sample is of another buffer.
         """
         sampler = self._setup.buffer.sampler
         if not sampler.prioritized:
@@ -307,7 +304,7 @@ class Remote:
         self._send_updates(all_of_them=False)
 
     def _send_updates(self, all_of_them: bool) -> None:
-        """Sends priorities that are computed; all, or all but the last two, are waited for."""
+        """Sends priorities that are computed; waits for all, or for all but the last two."""
         with self._sending:
             while self._late:
                 is_patient = all_of_them or len(self._late) > 2
@@ -315,7 +312,7 @@ class Remote:
                     if not is_patient and _is_under_way(self._late[0][-1]):
                         return
                     shard, indices, stamp, mask, new = map(np.asarray, self._late[0])
-                except Exception:  # it was deleted. An interrupt leaves it in line
+                except Exception:  # an array was deleted; an interrupt leaves it in the queue
                     self._late.popleft()
                     raise
                 for number, server in enumerate(self._servers):
@@ -325,15 +322,15 @@ class Remote:
                         mine = mask & own.reshape(-1, *(1,) * (mask.ndim - 1))
                         sent = indices, stamp, mine, new.astype(np.float32)
                         self._updates.add(server.update.remote(*sent))
-                # Last: what an interrupt lets be sent twice has the same effect.
+                # Last: an interrupt may let priorities be sent twice, which is harmless.
                 self._late.popleft()
 
     def size(self) -> int:
-        """Returns the number of transitions stored."""
+        """Returns the number of stored transitions, over all shards."""
         return sum(ray().get([server.size.remote() for server in self._servers]))
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Returns whether a draw gives at least one item."""
+        """Returns True if a sample would have at least one item."""
         if len(self._servers) == 1:
             batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size
             return ray().get(self._servers[0].can_sample.remote(batch_size))
@@ -341,20 +338,20 @@ class Remote:
         return ready(each, self._setup.buffer.min_size)
 
     def wait(self) -> None:
-        """Waits until all that was sent from here is written: at the end of an actor's work.
+        """Waits until servers have written all items and priorities that this `Remote` sent.
 
         Raises:
-            Exception: what went wrong with it.
+            Exception: a write failed; this is its error.
         """
         self._send_updates(all_of_them=True)
         self._writes.wait()
         self._updates.wait()
 
     def save(self) -> list[int]:
-        """Saves to the path, and waits for it; from here on nothing of it is lost.
+        """Saves all shards to the path, and waits until this is done.
 
         Returns:
-            The number of the generation, of each shard.
+            The number of the saved generation of each shard.
 
         Raises:
             ValueError: there is no path.
@@ -365,32 +362,32 @@ class Remote:
         return ray().get([server.save.remote() for server in self._servers])
 
     def stats(self) -> dict[str, Any]:
-        """Returns counts over all shards, and under "shards" those of each.
+        """Returns counts over all shards, and under "shards" a list of the counts of each.
 
-        Counts of items, also of those that are masked: `size`, that are stored; `received`;
-        `unsaved`, that came since the last save and would be lost now; `lost`, that were, as far as
-        senders have told since. Besides `draws`; `restarts`, how often Ray has started a server
-        again; and of each shard `generation`, the last save.
+        `size` is the number of stored items. Three counts of items include masked ones: `received`;
+        `unsaved`, received since the last save, so that a crash would lose them; and `lost`, known
+        to be lost. `draws` is the number of batches, `restarts` that of restarted servers, and the
+        `generation` of each shard that of its last save.
         """
         each = ray().get([server.stats.remote() for server in self._servers])
         names = ("size", "received", "unsaved", "lost", "draws", "restarts")
         return {name: sum(one[name] for one in each) for name in names} | {"shards": each}
 
     def close(self) -> None:
-        """Waits for what was sent; the `Remote` that `serve` returned also ends the servers.
+        """Waits until all is written; the `Remote` that `serve` returned also ends the servers.
 
-        They do not save: call `save` before.
+        Servers do not save when they end: call `save` before.
         """
         try:
             self.wait()
         finally:
-            if self._owns:  # the actors end after they have released their files
+            if self._owns:  # each actor first releases its files, and is then killed
                 library = ray()
                 actors = [*self._servers, *([] if self._gate is None else [self._gate])]
                 library.wait([actor.end.remote() for actor in actors], num_returns=len(actors))
                 for actor in actors:
                     library.kill(actor)
-                self._owns = False  # last: after an interrupt it may be called again
+                self._owns = False  # last, so that `close` can be called again after an interrupt
 
     def _batch_size(self, batch_size: int | None) -> int:
         batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size

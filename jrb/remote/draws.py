@@ -1,4 +1,4 @@
-"""Draws from one server or several, in proportion to their masses. S shards, B batch."""
+"""Draws batches from one or several servers, in proportion to mass. S shards, B batch."""
 
 import collections
 import itertools
@@ -18,20 +18,20 @@ from jrb.state import BufferState, Device, Sample
 from jrb.types import ShardedSampler
 
 PAUSE = 0.02
-"""Seconds between two looks at a buffer in which there is nothing to draw."""
+"""The seconds to wait before another draw, if the buffer had no valid start."""
 
 
 class ShardFacts(NamedTuple):
     """The statistics of a shard, which its server reports."""
 
-    mass: float  # of all anchors, (p + eps)^alpha each; their number without priorities
-    least: float  # the least mass of an anchor; infinite if that is not known
-    anchors: int
-    size: int
+    mass: float  # the sum of (p + eps)^alpha over all anchors; without priorities their number
+    least: float  # the least mass of an anchor; infinite if unknown
+    anchors: int  # the number of anchors
+    size: int  # the number of items
 
 
 def facts(buffer: ReplayBuffer, state: BufferState) -> ShardFacts:
-    """Returns the facts of a state."""
+    """Returns the statistics of a shard's state."""
     mass, least, anchors, size = jax.device_get(_facts(buffer, state.replace(storage=None)))
     return ShardFacts(float(mass), float(least), int(anchors), int(size))
 
@@ -40,28 +40,29 @@ def facts(buffer: ReplayBuffer, state: BufferState) -> ShardFacts:
 def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[Any, ...]:
     context, sampler = context_of(buffer, state.writer), buffer.sampler
     anchors = buffer.unit.anchors(context, state.unit)
-    if not isinstance(sampler, ShardedSampler):  # it consumes, and there is one shard
+    if not isinstance(sampler, ShardedSampler):  # such a sampler has only one shard
         return anchors.count, jnp.float32(jnp.inf), anchors.count, context.held.size
     stats = sampler.stats(buffer.ring, state.sampler, anchors)
     return stats.mass, stats.min_mass, stats.num_anchors, context.held.size
 
 
 def masses(each: list[ShardFacts]) -> np.ndarray:
-    """Returns how likely each shard is, float64 `[S]`: by anchors if all masses are 0."""
+    """Returns the mass of each shard, float64 `[S]`; its number of anchors if all masses are 0."""
     every = np.array([one.mass for one in each], np.float64)
     return every if every.sum() > 0 else np.array([one.anchors for one in each], np.float64)
 
 
 def ready(each: list[ShardFacts], min_size: int | None) -> bool:
-    """Returns whether there is enough, in all shards together, for a draw."""
+    """Returns True if all shards together hold `min_size` items and an anchor."""
     enough = min_size is None or sum(one.size for one in each) >= min_size
     return enough and masses(each).sum() > 0
 
 
 def shares(each: list[ShardFacts], batch_size: int, seed: list[int]) -> list[int]:
-    """Returns how many of a batch each shard gives: in the mean, exactly its part of the mass.
+    """Returns the number of items of a batch from each shard, on average exactly by its mass.
 
-    A systematic draw: the running sums of B m_s / M, moved by one random number, are rounded down.
+    This is systematic sampling: the cumulative sums of B m_s / M are shifted by one uniform number
+    and rounded down.
     """
     every = masses(each)
     reached = np.cumsum(every) / every.sum() * batch_size
@@ -76,7 +77,7 @@ def combine(
 ) -> Sample:
     """Returns the batch of all parts, with probabilities and weights over all shards.
 
-    Weights are (n P(i))^-beta over the n anchors of all shards, divided as the sampler says.
+    Weights are (n P(i))^-beta over the n anchors of all shards, normalized as the sampler does.
     """
     every = masses(each)
     chances = every / every.sum()
@@ -87,7 +88,7 @@ def combine(
     ]
     whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *scaled)
     sampler = buffer.sampler
-    if not isinstance(sampler, ShardedSampler):  # each shard for itself
+    if not isinstance(sampler, ShardedSampler):  # the only shard computed the weights
         return whole
     drawn = whole.mask.reshape(len(whole.mask), -1).any(axis=1)
     likely = np.where(drawn, whole.probabilities, 1).astype(np.float64)
@@ -102,18 +103,18 @@ def combine(
 
 
 class RemoteDraw(NamedTuple):
-    """A batch that is under way."""
+    """A batch that servers are drawing."""
 
-    parts: list[Any]  # of each shard, references of Ray
-    each: list[Any]  # the facts of each shard, references; nothing if there is but one
+    parts: list[Any]  # Ray references to the part of each shard
+    each: list[Any]  # Ray references to the facts of each shard; empty if there is one shard
     batch_size: int
-    beta: float | None
+    beta: float | None  # the exponent of the importance weights
 
 
 class Drawing:
-    """Asks the servers for batches. With several, the facts of each go to all others.
+    """Requests batches from the servers, without waiting.
 
-    From these each computes how much of the batch is its part: nothing waits here.
+    If there are several servers, each receives the facts of all, from which it computes its part.
     """
 
     def __init__(self, setup: Setup, servers: list[Any], permits: Permits | None) -> None:
@@ -124,14 +125,14 @@ class Drawing:
     def ask(
         self, batch_size: int, betas: list[float | None], ticket: int | None = None
     ) -> list[RemoteDraw]:
-        """Asks for batches, as many as there are betas, in one call, with a permit for them."""
+        """Requests a batch for each entry of `betas`, under one permit with the number `ticket`."""
         number, count = self._number, len(betas)
         self._number += count
         several = self._servers if len(self._servers) > 1 else []
         each = [server.facts.remote() for server in several]
         parts: list[list[Any]] = []
         for server in self._servers:
-            if count == 1:  # Ray takes no generator that yields one thing for what it yields
+            if count == 1:  # with `num_returns=1`, Ray would return the generator itself
                 draw = server.draw.remote
                 parts.append([draw(batch_size, *betas, number, *each, ticket=ticket)])
             else:
@@ -143,7 +144,7 @@ class Drawing:
         ]
 
     def num_ready(self, draws: list[RemoteDraw]) -> int:
-        """Returns how many of them, from the first on, can be taken at once."""
+        """Returns how many draws, from the first on, have all parts ready."""
         parts = [part for draw in draws for part in draw.parts]
         if not parts:
             return 0
@@ -154,7 +155,7 @@ class Drawing:
     def draw(
         self, batch_size: int, beta: float | None, device: Device, patient: bool
     ) -> Sample | None:
-        """Draws a batch; if `patient`, asks until there is something to draw."""
+        """Returns a batch, or None if there is no valid start; if `patient`, waits for one."""
         while True:
             with granted(self.permits, "sample", batch_size) as ticket:
                 draw = self.ask(batch_size, [beta], ticket)[0]
@@ -164,10 +165,10 @@ class Drawing:
             time.sleep(PAUSE)
 
     def take(self, draw: RemoteDraw, device: Device, again: bool = True) -> Sample | None:
-        """Returns the batch, on a device; None if there was nothing to draw.
+        """Returns the batch of a draw on a device; None if there was no valid start.
 
-        If a shard was reset after it reported its facts, its part may be missing: then another
-        batch is drawn, once.
+        If a shard was reset after it reported its facts, its part may be missing: if `again`, one
+        more batch is drawn then.
         """
         parts = ray().get(draw.parts)
         count = sum(len(part.indices) for part in parts if part is not None)
@@ -185,8 +186,8 @@ class Drawing:
 class Ahead:
     """An endless iterator over batches, made by `Remote.ahead`.
 
-    `depth` draws are under way, or have come and are on the device. There is no thread: Ray draws
-    and sends, and JAX copies, while the caller computes.
+    It keeps `depth` batches, which are being drawn or are on the device. It needs no thread: Ray
+    draws and sends, and JAX copies, while the caller computes.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Ahead:
     ) -> None:
         self._drawing, self._before, self._device = drawing, before, device
         self._batch_size, self._depth, self._beta = batch_size, depth, beta
-        self._group: int = max(1, depth // 2)  # a call has a cost of its own
+        self._group: int = max(1, depth // 2)  # batches per call, as each call has a fixed cost
         self._asked: int = 0
         self._request: tuple[int, Any] | None = None  # a permit for the next group
         self._line: collections.deque[RemoteDraw | Sample] = collections.deque()
@@ -209,11 +210,11 @@ class Ahead:
         return self
 
     def __next__(self) -> Sample:
-        """Returns the next batch; waits until there is something to draw."""
+        """Returns the next batch; waits until the buffer has a valid start."""
         sample = None
         while sample is None:
             self._fill(patient=True)
-            first = self._line[0]  # an interrupt of the wait leaves it there
+            first = self._line[0]  # removed only after the wait, which may be interrupted
             is_draw = isinstance(first, RemoteDraw)
             sample = self._drawing.take(first, self._device) if is_draw else first
             self._line.popleft()
@@ -228,13 +229,13 @@ class Ahead:
                 if batch is None:
                     break
                 self._line[place] = batch
-        except BaseException:  # also an interrupt: the next call returns the batch
+        except BaseException:  # even after an interrupt, the next call returns the batch
             self._line.appendleft(sample)
             raise
         return sample
 
     def _fill(self, patient: bool) -> None:
-        """Asks for more batches, if the limits allow it."""
+        """Requests more batches up to the depth, if the limits allow it."""
         self._before()
         while len(self._line) + self._group <= self._depth and self._is_allowed(patient):
             numbers = range(self._asked, self._asked + self._group)
@@ -245,7 +246,7 @@ class Ahead:
             self._asked += self._group
 
     def _is_allowed(self, patient: bool) -> bool:
-        """Returns whether limits let more pass; waits for that, or for the first batch in line."""
+        """Returns True if limits allow a group; if `patient`, waits for this or the first batch."""
         permits = self._drawing.permits
         if permits is None:
             return True
@@ -258,7 +259,7 @@ class Ahead:
         ready, _ = ray().wait([reply, *others], timeout=None if wait else 0)
         if reply not in ready:
             return False
-        ray().get(reply)  # which raises what the gate refused
+        ray().get(reply)  # raises the gate's error, if any
         return True
 
     def __del__(self) -> None:

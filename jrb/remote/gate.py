@@ -1,9 +1,9 @@
-"""The actor that holds back those who add, or those who sample, and what callers ask it for.
+"""The gate, an actor that makes inserts or samples wait to keep the `limits`, and its client.
 
-Servers count what they wrote and what they gave, and report their totals after each call. The gate
-adds the permits that are not used yet, each to its own side only: a chunk that was permitted counts
-as added once a server has written it, so a caller that dies leaves nothing behind that counts.
-`tests/remote/test_gate.py` guards that.
+Before each call, a caller requests a permit for a number of inserts or samples. Servers report
+their totals of both after each call. When the gate decides on an insert, it adds the permits for
+inserts that are not reported yet, but not those for samples, and vice versa. So the permits of a
+caller that dies cannot count for the other side. `tests/remote/test_gate.py` guards that.
 """
 
 import asyncio
@@ -19,41 +19,41 @@ from jrb.limits import SampleToInsert
 
 
 def ray() -> Any:
-    """Returns Ray, which is imported when it is needed."""
+    """Imports and returns Ray."""
     return require("ray", "ray")
 
 
 @dataclasses.dataclass
 class Permit:
-    """The request of a caller, from its arrival until servers have reported that it is done."""
+    """A caller's request, kept from its arrival until all its servers have reported the work."""
 
     side: str  # "insert" or "sample"
-    count: int  # of items, or of samples
-    caller: int
-    shards: set[int]  # those that have not reported yet
+    count: int  # the number of items or samples
+    caller: int  # the random number that identifies the caller
+    shards: set[int]  # the shards that have not reported yet
     granted: bool = False
 
 
 class RemoteGate:
-    """Compares what all shards together have written and given; an actor of its own.
+    """The actor that compares the inserts and samples of all shards.
 
-    A restart loses nothing but permits: the totals are asked of the servers.
+    A restart loses only permits, because the gate asks the servers for their totals.
     """
 
     def __init__(self, limits: SampleToInsert) -> None:
         self._limits = limits
-        self._totals: dict[int, tuple[int, int]] = {}  # of each shard, items and samples
-        self._permits: dict[int, Permit] = {}
-        self._largest: dict[str, int] = {"insert": 0, "sample": 0}
-        self._departures: dict[int, asyncio.Event] = {}  # of each caller, set when it leaves
+        self._totals: dict[int, tuple[int, int]] = {}  # the inserts and samples of each shard
+        self._permits: dict[int, Permit] = {}  # by ticket, the number of a permit
+        self._largest: dict[str, int] = {"insert": 0, "sample": 0}  # the largest requests so far
+        self._departures: dict[int, asyncio.Event] = {}  # by caller, set when it leaves
         self._servers: Sequence[Any] = ()
         self._opened: asyncio.Event = asyncio.Event()
         self._changed: asyncio.Condition = asyncio.Condition()
 
     async def stay(self, caller: int, servers: Sequence[Any]) -> None:
-        """Returns when the caller has left. The first caller brings the servers.
+        """Waits until the caller leaves. The first caller provides the servers.
 
-        Ray makes the call again where it restarts the gate.
+        If Ray restarts the gate, it repeats this call.
         """
         departure = self._departures.setdefault(caller, asyncio.Event())
         if not self._opened.is_set():
@@ -65,14 +65,14 @@ class RemoteGate:
         await departure.wait()
 
     async def watch(self, caller: int, stay: list[Any]) -> None:
-        """Forgets the permits of a caller when it leaves or dies.
+        """Waits until a caller leaves or dies, and then removes its permits.
 
-        `stay` is the reference of the caller's `stay`, which fails when its process dies, in a list
-        so that Ray does not wait for it. It is brought once per caller, not with each `wait`: Ray
-        keeps about 20 kB of memory for each reference that a call brings.
+        `stay` is a list, so that Ray does not wait for its entry, the reference to the caller's
+        call of `stay`, which fails when the process dies. It is passed once per caller, not to each
+        `wait`: Ray keeps about 20 kB of memory for each reference that is passed.
         """
         await asyncio.wait([asyncio.ensure_future(stay[0])])
-        # What the caller sent before may still be written: servers get to this call after that.
+        # Servers may still execute earlier calls of the caller: `ready` returns after these.
         ready = [server.ready.remote() for server in self._servers]
         await asyncio.gather(*ready, return_exceptions=True)
         async with self._changed:
@@ -83,22 +83,22 @@ class RemoteGate:
         await self.leave(caller)
 
     async def leave(self, caller: int) -> None:
-        """Lets the caller's `stay` return."""
+        """Makes the caller's `stay` return."""
         departure = self._departures.pop(caller, None)
         if departure is not None:
             departure.set()
 
     async def end(self) -> None:
-        """Lets all callers' `stay` return: Ray would report them as calls that failed."""
+        """Makes the `stay` of all callers return, or Ray would report them as failed calls."""
         for caller in list(self._departures):
             await self.leave(caller)
 
     async def wait(
         self, side: str, count: int, ticket: int, shards: list[int], caller: int
     ) -> None:
-        """Waits until `count` items may be added, or samples taken, by these shards.
+        """Waits until these shards may add `count` items, or give `count` samples.
 
-        Raises `ValueError` if, with what others ask for, the count could be held back for ever.
+        Raises `ValueError` if the count, with the requests of others, might have to wait for ever.
         """
         largest = self._largest | {side: max(count, self._largest[side])}
         ratio, tolerance = self._limits.ratio, self._limits.tolerance
@@ -121,7 +121,7 @@ class RemoteGate:
             permit.granted = True
 
     def _may(self, permit: Permit) -> bool:
-        """Returns whether a permit can be granted, if every other one is used or none is."""
+        """Returns True if a permit keeps the limits, whether or not other permits are used."""
         items, samples = (sum(column) for column in zip(*self._totals.values(), strict=True))
         for other in self._permits.values():
             if other.granted and other.side == permit.side:
@@ -133,13 +133,13 @@ class RemoteGate:
         return items >= self._limits.min_size and balance >= -self._limits.tolerance
 
     async def cancel(self, ticket: int) -> None:
-        """Forgets a permit that its caller does not use."""
+        """Removes a permit that its caller does not use."""
         async with self._changed:
             self._permits.pop(ticket, None)
             self._changed.notify_all()
 
     async def report(self, shard: int, items: int, samples: int, ticket: int) -> None:
-        """Takes the totals of a shard that has done its part of a permit."""
+        """Records the totals of a shard that has done its part of the work of a permit."""
         async with self._changed:
             self._raise_totals(shard, items, samples)
             permit = self._permits.get(ticket)
@@ -150,10 +150,10 @@ class RemoteGate:
             self._changed.notify_all()
 
     async def begin(self, shard: int, size: int) -> tuple[int, int]:
-        """Returns to a server that begins with `size` items the totals to go on from.
+        """Returns the totals with which a server starts, which holds `size` items.
 
-        If the shards hold fewer than `min_size` as it has lost items, those that are missing do not
-        count any more: actors that are held back may add as many again.
+        If it lost items and all shards hold fewer than `min_size`, the missing ones no longer count
+        as inserts, so that waiting actors may add as many again.
         """
         async with self._changed:
             items, samples = self._totals.get(shard, (0, 0))
@@ -164,15 +164,15 @@ class RemoteGate:
             return self._totals[shard]
 
     def _raise_totals(self, shard: int, items: int, samples: int) -> None:
-        """Notes totals, which never fall; reports may come in any order."""
+        """Records totals, which never decrease, since reports may arrive in any order."""
         before = self._totals.get(shard, (0, 0))
         self._totals[shard] = max(items, before[0]), max(samples, before[1])
 
 
 class Permits:
-    """Asks the gate for permits, for one holder of a `Remote`.
+    """The client of the gate, one for each `Remote`.
 
-    The gate forgets them when `stay` ends, or its reference fails as this process died.
+    When a client is deleted, or its process dies, the gate removes the client's permits.
     """
 
     def __init__(self, gate: Any, servers: list[Any]) -> None:
@@ -188,15 +188,15 @@ class Permits:
         return gate.leave.remote(caller) if ray().is_initialized() else None
 
     def request(self, side: str, count: int, shard: int | None = None) -> tuple[int, Any]:
-        """Asks for items of a shard, or samples of all shards.
+        """Requests a permit for inserts in one shard, or for samples of all shards (None).
 
-        Returns the number of the permit, and a reference that is ready when it is granted.
+        Returns the permit's number, and a Ray reference that is ready when it is granted.
         """
         ticket, shards = secrets.randbits(63), self._shards if shard is None else [shard]
         return ticket, self._gate.wait.remote(side, count, ticket, shards, self._caller)
 
     def cancel(self, ticket: int) -> None:
-        """Gives a permit back that is not used."""
+        """Gives back an unused permit."""
         if ray().is_initialized():
             self._gate.cancel.remote(ticket)
 
@@ -205,9 +205,9 @@ class Permits:
 def granted(
     permits: Permits | None, side: str, count: int, shard: int | None = None
 ) -> Iterator[int | None]:
-    """Waits for a permit and yields its number, None where none is needed.
+    """Waits for a permit and yields its number; None if there is no gate, or `count` is 0.
 
-    The permit goes back to the gate if the block fails.
+    The permit is given back if the block raises.
     """
     if permits is None or not count:
         yield None

@@ -1,4 +1,4 @@
-"""The server: one buffer and its state, in a process of its own."""
+"""The server: a Ray actor that holds one shard's buffer and state."""
 
 import ctypes
 import secrets
@@ -26,23 +26,22 @@ _fold_in = jax.jit(jax.random.fold_in)
 
 
 def keep_freed_memory() -> None:
-    """Lets the process keep 256 MB that it has freed, where its library is glibc.
+    """Makes glibc keep up to 256 MB of freed memory in the process; does nothing elsewhere.
 
-    A server makes and frees batches of megabytes, again and again. By default glibc gives such
-    memory back to the system each time, and to have its pages zeroed again takes as long as to
-    gather a batch.
+    A server allocates and frees batches of megabytes all the time. By default glibc returns such
+    memory to the system, which zeroes its pages each time; that takes as long as to gather a batch.
     """
     tune = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if tune is not None:  # the numbers of M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in malloc.h
+    if tune is not None:  # -3 is M_MMAP_THRESHOLD, and -1 is M_TRIM_THRESHOLD, in malloc.h
         tune(-3, 1 << 25)
         tune(-1, 1 << 28)
 
 
 class Server:
-    """A shard; an actor of one thread, which does what each caller asks in the caller's order.
+    """The actor that serves one shard. It executes the calls of each caller in order, one by one.
 
-    Its n-th draw has the key `fold_in(fold_in(key(seed), shard), n)`, and n continues after a
-    restart from where it was saved.
+    Its n-th draw has the key `fold_in(fold_in(key(seed), shard), n)`; after a restart, n continues
+    from the last save.
     """
 
     def __init__(self, setup: Setup, shard: int) -> None:
@@ -71,7 +70,7 @@ class Server:
             self._items, self._samples = ray().get(self._gate.begin.remote(shard, self.size()))
 
     def _load(self) -> BufferState:
-        """Returns the state that was saved last, or an empty one."""
+        """Returns the state of the last save, or an empty one."""
         buffer, path, ledger = self._buffer, self._path, self._ledger
         try:
             generations = [] if path is None else checkpoint.generations(path)
@@ -80,25 +79,25 @@ class Server:
         if path is None or not generations:
             state = self._verbs.init(self._setup.spec)
             if path is not None and isinstance(buffer.storage, MemmapStorage | SpillStorage):
-                # Its files are there from now on, and no other description may take them.
+                # The storage creates its files now; the save marks them as those of this buffer.
                 self._generation = checkpoint.save(path, buffer, state, extra=ledger.saved())
             return state
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LostWarning)  # `stats` says it
+            warnings.simplefilter("ignore", LostWarning)  # `stats` reports lost items
             _, state, saved = checkpoint.load(path, buffer, extra=ledger.saved(), verify=False)
         self._generation, self._ledger = generations[-1], Ledger.loaded(saved)
         self._ledger.lost += self._ledger.held - int(buffer.size(state))
         return state
 
     def ready(self) -> None:
-        """Does nothing: whoever waits for it waits for the server."""
+        """Does nothing; to wait for this call is to wait for the start and for earlier calls."""
 
     def totals(self) -> tuple[int, int]:
-        """Returns the items that were written and the samples that were given, for `limits`."""
+        """Returns the numbers of items written and of samples given, for the gate."""
         return self._items, self._samples
 
     def _report(self, ticket: int | None) -> None:
-        """Tells the gate that this shard's part of a permit is done."""
+        """Reports to the gate that this shard has done its part of a permit."""
         if ticket is not None:
             self._gate.report.remote(self._shard, self._items, self._samples, ticket)
 
@@ -115,9 +114,9 @@ class Server:
         ticket: int | None = None,
         count: int = 0,
     ) -> None:
-        """Writes timesteps of a stream, of which the sender sent `first` before.
+        """Writes timesteps of a stream; `first` is their sender's number of the first one.
 
-        `count` items of them, those that are not masked, are reported under the ticket.
+        `count` is the number of unmasked items, which are reported to the gate with the ticket.
         """
         length = len(leaves[0])
         items = length * (self._buffer.ring.envs // self._lanes)
@@ -147,10 +146,10 @@ class Server:
         mask: np.ndarray | None,
         priorities: np.ndarray | None,
     ) -> None:
-        """Writes timesteps to a lane, in pieces of few lengths."""
+        """Writes timesteps to a lane, in pieces of few different lengths."""
         envs, length = self._buffer.ring.envs, len(leaves[0])
         width = envs // self._lanes
-        if not goes_on:  # nothing crosses from what the lane holds to what comes now
+        if not goes_on:  # no window may span the lane's older steps and these
             self._state = self._verbs.truncate(self._state, np.arange(envs) // width == lane)
         if self._lanes > 1:
             axes, shape = 1 + len(self._setup.lead), (length, width)
@@ -170,7 +169,7 @@ class Server:
     def update(
         self, indices: np.ndarray, stamp: np.ndarray, mask: np.ndarray, priorities: np.ndarray
     ) -> None:
-        """Sets new priorities of what was drawn and is still stored."""
+        """Sets new priorities of drawn items that are still stored."""
         none: Any = None
         sample = Sample(
             data=none,
@@ -193,7 +192,7 @@ class Server:
         *each: ShardFacts,
         ticket: int | None = None,
     ) -> Sample | None:
-        """Draws one batch (see `draws`)."""
+        """Returns one batch, or this shard's part of it; see `draws`."""
         return next(self.draws(batch_size, [beta], number, *each, ticket=ticket))
 
     def draws(
@@ -204,12 +203,12 @@ class Server:
         *each: ShardFacts,
         ticket: int | None = None,
     ) -> Iterator[Sample | None]:
-        """Draws batches; or this shard's parts of them, by the facts of each shard.
+        """Yields a batch for each entry of `betas`, or this shard's part of each.
 
-        Ray stores one while the next is computed: all are asked for before the first is given. By
-        the number of the first batch all shards agree on their parts. With one shard, `each` is
-        empty. The samples that are given are reported under the ticket, once, at the end. Yields
-        samples of NumPy arrays, None where there is nothing to draw.
+        `each` has the facts of all shards, or nothing if there is only one. The number of the first
+        batch seeds the division into parts, on which all shards agree. All draws are started before
+        the first is yielded, so that Ray stores one while the next is computed. The samples are
+        reported to the gate once, at the end. Batches are NumPy arrays; None without an anchor.
         """
         parts = [(batch_size, [0])] * len(betas)
         if each:
@@ -220,7 +219,7 @@ class Server:
                 (share[self._shard] if share else 0, [*seed, self._shard])
                 for share, seed in zip(shares, seeds, strict=True)
             ]
-        # A multiple of B / 8 is drawn and some of it chosen, so that few sizes are compiled.
+        # A multiple of B / 8 is drawn, and a part of it kept, so that few sizes are compiled.
         step = max(1, batch_size // 8)
         try:
             batches = [
@@ -233,7 +232,7 @@ class Server:
             self._report(ticket)
 
     def _ask(self, count: int, beta: float | None) -> Sample | None:
-        """Starts a draw; None where there is nothing."""
+        """Starts a draw of `count` items; returns None if nothing can be drawn."""
         is_on_host = isinstance(self._buffer.storage, HostStorage)
         if not count or (is_on_host and not self.can_sample(count)):
             return None
@@ -246,7 +245,7 @@ class Server:
         return sample
 
     def _prepare(self, sample: Sample, count: int, seed: list[int]) -> Sample | None:
-        """Returns `count` of them as they are sent; None if there were none to draw."""
+        """Returns `count` items of a sample as NumPy arrays; None if all items are masked."""
         arrays = jax.tree.map(np.asarray, sample)
         if not arrays.mask.any():
             return None
@@ -256,26 +255,26 @@ class Server:
             arrays = jax.tree.map(lambda leaf: leaf[some], arrays)
         self._samples += count
         info = {**arrays.info, "shard": np.full(count, self._shard, np.int32)}
-        # A stamp of an earlier life, which may have had other rows at the same slots, is stale.
+        # After a restart slots may hold other rows, so stamps from before must not match.
         stamp = arrays.stamp + self._life
         return arrays.replace(stamp=stamp, info=info, origin=self._setup.origin)
 
     def can_sample(self, batch_size: int | None) -> bool:
-        """Returns whether there is something to draw."""
+        """Returns True if a draw would have at least one item."""
         return bool(self._verbs.can_sample(self._state, batch_size))
 
     def facts(self) -> ShardFacts:
-        """Returns what others must know to draw in proportion."""
+        """Returns the statistics from which all shards compute their parts of a batch."""
         return draws.facts(self._buffer, self._state)
 
     def size(self) -> int:
-        """Returns the number of items stored."""
+        """Returns the number of stored items."""
         return int(self._verbs.size(self._state))
 
-    # Keeping.
+    # Saving.
 
     def save(self) -> int | None:
-        """Saves; returns the number of the generation, None without a path."""
+        """Saves the buffer; returns the number of the generation, or None without a path."""
         if self._path is None:
             return None
         self._ledger.held = self.size()
@@ -285,8 +284,8 @@ class Server:
         return self._generation
 
     def stats(self) -> dict[str, int]:
-        """Returns counts; see `Remote.stats`."""
-        # Ray's public functions say only whether an actor was started again, not how often.
+        """Returns this shard's counts; see `Remote.stats`."""
+        # Ray's public functions tell only if an actor was restarted, not how often.
         actors: Any = require("ray._private.state", "ray")
         actor_id = ray().get_runtime_context().get_actor_id()
         return {

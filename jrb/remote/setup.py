@@ -1,4 +1,4 @@
-"""The description that servers and callers share, and the checks that need no server."""
+"""The settings that servers and callers share, and the checks that need no server."""
 
 import contextlib
 import dataclasses
@@ -29,28 +29,28 @@ from jrb.writers import PerEnvironment, RoundRobin
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The description of a served buffer, sent to every process that takes part."""
+    """The settings of a served buffer, sent to every process that uses it."""
 
-    buffer: ReplayBuffer  # as one stream sees it, with the capacity of all streams together
-    spec: Item  # of one item as streams send it
-    streams: int
-    shards: int  # servers over which streams are dealt
-    path: str | None  # where servers save, in folders of their own if there are several
+    buffer: ReplayBuffer  # the `num_envs` is of one stream, the capacity of all streams together
+    spec: Item  # the shapes and dtypes of one item that a stream sends
+    streams: int  # the number of streams
+    shards: int  # the number of servers, among which streams are divided
+    path: str | None  # the folder to save to; each of several servers has a subfolder
     seed: int
-    save_every: int | None  # items after which a server saves
-    in_flight: int  # calls of one caller that may be under way
-    on_cpu: bool  # servers keep to the CPU
-    wide: bool  # JAX has numbers of 64 bits
-    gate: str | None = None  # the name of the actor that compares what servers count
+    save_every: int | None  # the number of items after which a server saves
+    in_flight: int  # the maximum number of unfinished calls of one caller
+    on_cpu: bool  # True if servers use only the CPU
+    wide: bool  # True if JAX has 64-bit numbers (`jax_enable_x64`)
+    gate: str | None = None  # the Ray name of the gate, the actor that enforces `limits`
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The axes of a timestep of one stream: `()`, or `(E,)` for a vector of environments."""
+        """The leading axes of one timestep of a stream: `()`, or `(E,)` with `num_envs`."""
         return () if self.buffer.num_envs is None else (self.buffer.num_envs,)
 
     @property
     def origin(self) -> str:
-        """The origin of all samples, from whatever shard."""
+        """The text that identifies this buffer as the origin of samples, the same in all shards."""
         place = f"{self.streams} streams, {self.shards} servers"
         return f"Remote({place}) of {origin_of(self.buffer)}"
 
@@ -63,21 +63,21 @@ class Setup:
         return enable_x64() if self.wide else contextlib.nullcontext()
 
     def lanes(self, shard: int) -> int:
-        """The number of streams of a shard: stream s is lane s // S of shard s % S."""
+        """Returns the number of streams of a shard: stream s is lane s // S of shard s % S."""
         return len(range(shard, self.streams, self.shards))
 
     def path_of(self, shard: int) -> str | None:
-        """Returns the folder in which a shard saves."""
+        """Returns the folder to which a shard saves; None if nothing is saved."""
         if self.path is None or self.shards == 1:
             return self.path
         return os.path.join(self.path, f"shard-{shard}")
 
     def served(self, shard: int) -> ReplayBuffer:
-        """Returns the buffer of a shard, in which every stream has lanes of its own."""
+        """Returns the buffer of a shard, in which every stream has its own environments."""
         buffer, lanes, width = self.buffer, self.lanes(shard), self.buffer.num_envs or 1
         parts: dict[str, Any] = {"capacity": buffer.capacity // self.streams * lanes}
         if self.shards > 1:
-            parts["min_size"] = None  # it is about all shards together
+            parts["min_size"] = None  # the minimum is that of all shards together
         if self.path is not None and isinstance(buffer.storage, MemmapStorage | SpillStorage):
             parts["storage"] = dataclasses.replace(buffer.storage, path=self.path_of(shard))
         if lanes > 1:
@@ -92,7 +92,7 @@ class Setup:
 
 
 def check(setup: Setup) -> None:
-    """Raises TypeError or ValueError for what does not go with being served."""
+    """Raises `TypeError` or `ValueError` for buffers and options that cannot be served."""
     buffer, streams, shards = setup.buffer, setup.streams, setup.shards
     for name in ("streams", "shards", "in_flight"):
         checks.count(name, getattr(setup, name))
@@ -128,7 +128,7 @@ def check(setup: Setup) -> None:
 
 
 def spec_of_example(buffer: ReplayBuffer, example: Item) -> Item:
-    """Returns the spec of one item as streams send it."""
+    """Returns the spec of one item that a stream sends; raises for dtypes that NumPy lacks."""
     if not isinstance(buffer, ReplayBuffer):
         raise TypeError(f"serve: expected a ReplayBuffer, got {type(buffer).__name__}.")
     example = casting.arrays(example, "serve")
@@ -143,7 +143,7 @@ def spec_of_example(buffer: ReplayBuffer, example: Item) -> Item:
 
 
 def path_of(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> str | None:
-    """Returns where servers save: the given path, or where the storage has its files."""
+    """Returns the folder to save to: the given path, or else that of the storage's files."""
     storage = buffer.storage
     own = storage.path if isinstance(storage, MemmapStorage | SpillStorage) else None
     own = None if own is None else os.fspath(own)
@@ -157,7 +157,7 @@ def path_of(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> str | 
 
 
 def arrays(setup: Setup, items: Item) -> list[np.ndarray]:
-    """Returns the leaves of items as they are sent, without touching a device of JAX."""
+    """Returns the leaves of items as checked NumPy arrays, without using a JAX device."""
     items, cast = casting.arrays(items, "extend"), setup.buffer.cast
     items = casting.kept(items, "extend") if cast else items
     lead = (checks.length(items), *setup.lead)
@@ -170,7 +170,7 @@ def arrays(setup: Setup, items: Item) -> list[np.ndarray]:
 
 
 def mask(setup: Setup, value: Any, length: int) -> np.ndarray | None:
-    """Returns a mask as it is sent, bool `[T]` or `[T, E]`."""
+    """Returns a mask as a checked NumPy array, bool `[T]` or `[T, E]`."""
     if value is None:
         return None
     array, shape = np.asarray(value), (length, *setup.lead)
@@ -184,7 +184,7 @@ def mask(setup: Setup, value: Any, length: int) -> np.ndarray | None:
 
 
 def priorities(setup: Setup, value: Any, length: int) -> np.ndarray | None:
-    """Returns priorities of new items as they are sent, float32 `[T]` or `[T, E]`."""
+    """Returns the priorities of new items as a checked array, float32 `[T]` or `[T, E]`."""
     if value is None:
         return None
     sampler = setup.buffer.sampler
@@ -200,13 +200,13 @@ def priorities(setup: Setup, value: Any, length: int) -> np.ndarray | None:
 
 
 def numbers(name: str, value: Any) -> np.ndarray:
-    """Returns real numbers as float32, in memory of their own."""
+    """Returns a float32 copy of an array of real numbers."""
     array = np.asarray(value)
     check_real(name, array.dtype)
     return array.astype(np.float32)
 
 
 def check_real(name: str, dtype: Any) -> None:
-    """Raises `TypeError` unless numbers of a dtype are real."""
+    """Raises `TypeError` unless a dtype is of real numbers."""
     if not any(jnp.issubdtype(dtype, kind) for kind in (np.floating, np.integer)):
         raise TypeError(f"{name}: expected real numbers, got dtype {dtype}.")

@@ -1,6 +1,6 @@
-"""Writes the timesteps of one stream into its lanes of a server's ring.
+"""Writes a stream's timesteps to its environments in a server's ring; a lane is a stream there.
 
-L streams, W environments in each, E = L W, T time.
+L lanes, W environments in each, E = L W, T time.
 """
 
 import dataclasses
@@ -23,27 +23,26 @@ _FEW = 4
 
 @component
 class OneStream(Storage):
-    """Writes the lanes of one stream, where nothing of the others is written.
+    """A storage that writes only the environments of one lane, and leaves the rest to `inner`.
 
-    Everything else is done by the storage inside. To write items of all lanes, most of them masked,
-    would be L times as much.
+    Writing the items of all lanes, with all but one masked, would take L times as long.
     """
 
     inner: Any
     width: int
 
     def init(self, context: Context, spec: Item) -> Any:
-        """Calls the storage inside."""
+        """Returns the inner storage's empty state."""
         return self.inner.init(context, spec)
 
     def spec(self, state: Any) -> Item:
-        """Calls the storage inside."""
+        """Returns the inner storage's spec of an item."""
         return self.inner.spec(state)
 
     def write(
         self, context: Context, state: Any, plan: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
-        """Puts the items, the same for all streams, at the slots of the one that has any."""
+        """Writes the items of the only lane with slots; `items` repeats them for all lanes."""
         used = jnp.any(plan.slots < context.ring.capacity, axis=0)
         first = jnp.argmax(used).astype(jnp.int32) // self.width * self.width
         slots = lax.dynamic_slice_in_dim(plan.slots, first, self.width, axis=1)
@@ -53,15 +52,15 @@ class OneStream(Storage):
         return state, plan
 
     def read(self, context: Context, state: Any, where: SlotsForLeaf) -> Item:
-        """Calls the storage inside."""
+        """Returns the items that the inner storage reads."""
         return self.inner.read(context, state, where)
 
 
 def writer(buffer: ReplayBuffer, lanes: int) -> Callable[..., BufferState]:
-    """Returns the function that writes a stream's timesteps.
+    """Returns a function that writes a stream's timesteps and returns the new state.
 
-    It takes a state, a lane, items `[T, W, ...]`, a mask and priorities `[T, W]`, or None for them;
-    where there is one stream, items `[T, ...]` as `extend` takes them.
+    Its arguments are a state, the lane, items `[T, W, ...]`, and a mask and priorities `[T, W]` or
+    None. If there is only one lane, the last three are those of `ReplayBuffer.extend`.
     """
     if lanes == 1:
         verbs: Any = jitted(buffer)
@@ -74,7 +73,7 @@ def writer(buffer: ReplayBuffer, lanes: int) -> Callable[..., BufferState]:
         return lambda state, lane, *sent: _write(narrow, state, np.int32(lane), *sent)
 
     def put(state: BufferState, lane: int, items: Item, *sent: Any) -> BufferState:
-        # The jitted part plans the write, which is then done on the host.
+        # The jitted function plans the write, and the host storage executes it.
         half: Any = state.replace(storage=storage.device_state(state.storage))
         after = _plan(narrow, half, np.int32(lane), items, *sent)
         if any(hasattr(transform, "inverse") for transform in buffer.transforms):
@@ -88,14 +87,14 @@ def writer(buffer: ReplayBuffer, lanes: int) -> Callable[..., BufferState]:
 def _write_lane(
     buffer: ReplayBuffer, state: BufferState, lane: Any, items: Item, mask: Any, priorities: Any
 ) -> Any:
-    """Writes items `[T, W, ...]` of a stream; all other streams are masked."""
+    """Writes items `[T, W, ...]` of one lane; all other lanes are masked."""
     storage: Any = buffer.storage
     envs, width = buffer.ring.envs, storage.width
     items = _to_stored(buffer, items)
     length = jax.tree.leaves(items)[0].shape[0]
 
     def everywhere(leaf: Any) -> jax.Array:
-        """Returns `[T, E, ...]`, which takes no memory as only one stream is read of it."""
+        """Repeats a leaf for all lanes, `[T, E, ...]`; XLA does not store it, as one is read."""
         whole = (length, envs // width, width, *leaf.shape[2:])
         return jnp.broadcast_to(leaf[:, None], whole).reshape(length, envs, *leaf.shape[2:])
 
@@ -111,7 +110,7 @@ _plan: Callable[..., BufferState] = jax.jit(_write_lane)
 
 @jax.jit
 def _to_stored(buffer: ReplayBuffer, items: Item) -> Any:
-    """Returns items `[T, W, ...]` after the inverses of all transforms."""
+    """Returns items `[T, W, ...]` in the stored form, after the inverses of all transforms."""
     for transform in reversed(buffer.transforms):
         if hasattr(transform, "inverse"):
             items = jax.vmap(jax.vmap(transform.inverse))(items)
@@ -119,10 +118,10 @@ def _to_stored(buffer: ReplayBuffer, items: Item) -> Any:
 
 
 def pieces(length: int, lengths: set[int]) -> list[int]:
-    """Returns the lengths of the parts in which T timesteps are written.
+    """Returns the lengths of the pieces in which `length` timesteps are written.
 
-    A write is compiled for each length. So only a few lengths are taken as they come, which are
-    added to `lengths`; others are cut into powers of two.
+    A write is compiled for each length. The first few lengths are used as they are and added to
+    `lengths`; others are divided into powers of two.
     """
     if length in lengths or len(lengths) < _FEW:
         lengths.add(length)
