@@ -1,6 +1,7 @@
 """The command `jrb`.
 
-What needs JAX is imported where it is used: a store is inspected and verified without it.
+Modules that need JAX are imported only where they are used: `inspect` and `verify` of a store do
+not import it.
 """
 
 import importlib
@@ -13,14 +14,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line.
 
     Args:
-        arguments: those behind the name of the program; None for the program's own.
+        arguments: the arguments after the program's name; None for those in `sys.argv`.
 
     Raises:
-        SystemExit: always, with the status: 0; 1 for damage or a failure; 2 for a wrong call,
-            or a path without a file of ours; 130 for an interrupt.
+        SystemExit: always, with the status: 0 for success; 1 for damage or a failure; 2 for wrong
+            arguments, or a path that jrb cannot read; 130 for an interrupt.
     """
-    # The number of a closed stream would go to the next file that is opened, into which libraries
-    # would then write their messages.
+    # The next file opened would get the number of a closed stream, and libraries would write their
+    # messages into this file.
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

@@ -1,4 +1,4 @@
-"""The commands together, and how errors are reported."""
+"""The application of all commands, and the report of errors as one line."""
 
 import importlib
 import importlib.util
@@ -14,9 +14,9 @@ typer: Any = require("typer", "cli")
 _option = typer.Option
 
 _BENCHMARKS, _TRACEBACK, _INTERRUPTED = "jrb._benchmarks", "--traceback", 130
-_LARGEST = 2**31 - 1  # of JAX's integers
+_LARGEST = 2**31 - 1  # the largest integer of JAX
 
-_UsageError: Any = next(  # typer has no name for what it raises for a wrong call
+_UsageError: Any = next(  # typer does not export the error that it raises for wrong arguments
     base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError"
 )
 
@@ -83,7 +83,7 @@ def doctor(
         ),
     ],
 ) -> None:
-    """Say what makes a training step slow; the status is 1 if something does."""
+    """Report what makes a training step slow; the exit status is 1 if there are findings."""
     module, _, name = target.partition(":")
     if not module or not name:
         raise typer.BadParameter(f"expected MODULE:FUNCTION, got {target!r}.")
@@ -149,7 +149,7 @@ def bench(
 
 
 def _benchmarks() -> ModuleType:
-    """Returns the benchmarks: from the built package, else from the folder next to it."""
+    """Imports the benchmarks from the installed package, or from the repository's folder."""
     if _BENCHMARKS in sys.modules or importlib.util.find_spec(_BENCHMARKS) is not None:
         return importlib.import_module(_BENCHMARKS)
     folder = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -165,7 +165,7 @@ def _benchmarks() -> ModuleType:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs a command and returns the status. An error is one line on stderr."""
+    """Runs a command and returns its exit status. Errors are one line on stderr."""
     words = [word for word in arguments if word != _TRACEBACK]
     try:
         status = app(words, prog_name="jrb", standalone_mode=False) or 0
@@ -175,12 +175,12 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         line, status = "interrupted.", _INTERRUPTED
     except _UsageError as error:
-        # typer has the first words from pydantic, whose errors have a kind
+        # typer's messages may begin with pydantic's "Value error, "
         line, status = error.format_message().replace("Value error, ", ""), 2
         if error.ctx is not None:
             stop = "" if line.endswith((".", "?")) else "."
             line += f"{stop} {error.ctx.command_path} --help says more."
-    except BrokenPipeError:  # the reader has stopped
+    except BrokenPipeError:  # the reader of the pipe has ended
         sys.stderr.close()
         return 1
     except Exception as error:

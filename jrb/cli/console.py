@@ -1,4 +1,4 @@
-"""The output of commands: tables for people, JSON for programs, bars while something takes long."""
+"""The output of commands: tables for people, JSON for programs, and progress bars."""
 
 import contextlib
 import json
@@ -14,11 +14,11 @@ rich_console: Any = require("rich.console", "cli")
 rich_table: Any = require("rich.table", "cli")
 rich_text: Any = require("rich.text", "cli")
 
-_ENDLESS = 4096  # columns: lines are not broken in a pipe
+_ENDLESS = 4096  # the width in a pipe, so that lines are not broken
 
 
 def show(*blocks: Any) -> None:
-    """Prints tables and texts of this module."""
+    """Prints tables and texts that functions of this module made."""
     console = rich_console.Console(highlight=False, soft_wrap=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = rich_console.Console(highlight=False, width=_ENDLESS)
@@ -33,13 +33,13 @@ def show_help(context: Any) -> None:
 
 
 def write_json(value: Any) -> None:
-    """Writes a value, and nothing else; null for NaN and infinities, which JSON does not have."""
+    """Writes a value to stdout as JSON, with null for NaN and infinities."""
     plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
     sys.stdout.write(json.dumps(plain, indent=2, allow_nan=False) + "\n")
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> Any:
-    """Returns names with their values, without those of no value."""
+    """Returns a table of names and values; leaves out empty values."""
     table = rich_table.Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -50,7 +50,7 @@ def facts(pairs: Sequence[tuple[str, str]]) -> Any:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> Any:
-    """Returns rows below a head, of whose columns the last `numbers` are numbers."""
+    """Returns a table with a header; the last `numbers` columns are numbers, aligned right."""
     look = {"pad_edge": False, "show_edge": False, "header_style": "bold"}
     view = rich_table.Table(box=rich_box.SIMPLE_HEAD, **look)
     for place, name in enumerate(head):
@@ -63,13 +63,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) 
 
 
 def plain(text: str, style: str = "") -> Any:
-    """Returns text in which nothing is a mark-up, nor obeyed by a terminal."""
+    """Returns text that rich and the terminal show literally, without markup or control codes."""
     return rich_text.Text(printable(text), style=style)
 
 
 @contextlib.contextmanager
 def working(text: str) -> Iterator[None]:
-    """Shows on a terminal that something takes long."""
+    """Shows a spinner with a text on a terminal while the block runs."""
     console = rich_console.Console(stderr=True)
     with console.status(plain(text)) if console.is_terminal else contextlib.nullcontext():
         yield
@@ -77,7 +77,7 @@ def working(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(text: str) -> Iterator[Callable[[float], None]]:
-    """Shows a bar on a terminal; yields a function that takes the share of work that is done."""
+    """Shows a progress bar on a terminal; yields a function that takes the fraction done."""
     console, rich = rich_console.Console(stderr=True), require("rich.progress", "cli")
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TaskProgressColumn()
     columns += (rich.TimeRemainingColumn(),)

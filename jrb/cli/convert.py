@@ -1,4 +1,4 @@
-"""`jrb convert`: from one format to another; `jrb data`: the datasets in a folder."""
+"""`jrb convert`, which converts between formats, and `jrb data`, which manages datasets."""
 
 import contextlib
 import importlib
@@ -13,13 +13,13 @@ from jrb.cli.inspect import disk
 
 typer: Any = require("typer", "cli")
 
-_LOADED = ("native", "h5")  # by `jrb.load`, into arrays of JAX
+_LOADED = ("native", "h5")  # formats that `jrb.load` reads into JAX arrays
 _WHOLE = ("native", "h5", "torchrl", "torchrl-flat")
 _EPISODES = ("minari", "d4rl")
 _TABLES = ("parquet", "arrow")
 Format = Literal["native", "h5", "torchrl", "torchrl-flat", "minari", "d4rl", "parquet", "arrow"]
 FORMATS: tuple[str, ...] = get_args(Format)
-_PIECE = 8 << 20  # bytes of a table that are written at a time
+_PIECE = 8 << 20  # the bytes of a table that are written at once
 
 _LOST = {
     "torchrl": "batch size, unit, transforms, and the state of samplers but priorities",
@@ -27,7 +27,7 @@ _LOST = {
     **dict.fromkeys(_EPISODES, "the description, priorities, and all other state"),
     **dict.fromkeys(_TABLES, "the description, and all state but priorities"),
 }
-"""What a format has no place for."""
+"""The parts of a buffer that each format cannot store."""
 
 data: Any = typer.Typer(
     help="List, copy and delete datasets.", invoke_without_command=True, rich_markup_mode=None
@@ -75,22 +75,22 @@ def _removing() -> Any:
 
 
 def _check_dest(source: str, dest: str, overwrite: bool) -> None:
-    """Raises unless the result may go there."""
+    """Raises if `dest` must not be written: it exists, is in use, or overlaps with `source`."""
     sources.check_apart(source, dest)
     if not os.path.lexists(dest):
         return
     if not overwrite:
         raise ValueError(f"{dest}: there is something already; --overwrite would replace it.")
     if sources.kind_of(dest) == sources.OTHER:
-        sources.dataset(dest)  # raises where it is none
+        sources.dataset(dest)  # raises if it is no dataset
     with _removing().locked(dest):
-        pass  # raises where something else would be lost, or somebody writes
+        pass  # raises if other files would be lost, or another process writes
 
 
 def _load(source: str, to: str, casts: bool) -> tuple[Any, Any, list[str]]:
-    """Returns a buffer and its state; a dataset and None if only episodes are written.
+    """Returns a buffer and its state, or a dataset and None for formats of episodes.
 
-    The last entry names the leaves that have other dtypes than in the source.
+    Also returns texts on the leaves whose dtypes were converted.
     """
     jrb: Any = importlib.import_module("jrb")
     if sources.kind_of(source) != sources.OTHER:
@@ -114,14 +114,14 @@ def _load(source: str, to: str, casts: bool) -> tuple[Any, Any, list[str]]:
 
 
 def _replace(source: str, dest: str, overwrite: bool, result: tuple[Any, ...]) -> None:
-    """Writes next to the path, and moves it there when it is whole; else the old one stays."""
+    """Writes the result next to `dest`, and moves it there once complete; else `dest` stays."""
     temporary = f"{os.path.normpath(dest)}.new-{os.getpid()}"
     old = f"{temporary}-old"
     if os.path.lexists(temporary):
         raise ValueError(f"{temporary}: expected nothing there, found something. Move it away.")
     try:
         _write(temporary, dest, *result)
-        _check_dest(source, dest, overwrite)  # to write may have taken long
+        _check_dest(source, dest, overwrite)  # again, as writing may have taken long
         if not os.path.lexists(dest):
             os.rename(temporary, dest)
             return
@@ -152,13 +152,13 @@ def _write(path: str, dest: str, to: str, buffer: Any, state: Any, compression: 
     elif to == "d4rl":
         jrb.datasets.write_d4rl(path, buffer, state)
     elif to == "minari":
-        # Minari wants a name with a version.
+        # Minari requires a name with a version.
         name = os.path.basename(os.path.normpath(dest))
         versioned = re.search(r"-v\d+$", name) is not None
         name = name if versioned else re.sub(r"[^-\w]", "-", name) + "-v0"
         jrb.datasets.write_minari(path, buffer, state, dataset_id=name)
     else:
-        # A table of all items, some megabytes at a time.
+        # A table of all items, written some megabytes at a time.
         nbytes = importlib.import_module("jrb.authoring").tree_nbytes(buffer.stored(state))
         reader = jrb.to_arrow(buffer, state, chunks=max(1, _PIECE // max(nbytes, 1)))
         empty = [field.name for field in reader.schema if 0 in getattr(field.type, "shape", ())]
@@ -186,7 +186,7 @@ def list_(
 ) -> None:
     """List the datasets in a folder."""
     if root is not None:
-        os.scandir(root).close()  # raises where there is no folder
+        os.scandir(root).close()  # raises if there is no folder
     counts = ("episodes", "transitions", "nbytes")
     rows = [
         {"name": name, "kind": one.format.name, **{key: getattr(one, key) for key in counts}}
@@ -212,7 +212,7 @@ def delete(
 ) -> None:
     """Remove a dataset from the disk."""
     library = importlib.import_module("jrb.datasets.library")
-    library.path_in(name, root)  # raises before a question that has no answer
+    library.path_in(name, root)  # raises for a wrong name, before the user is asked
     if not yes:
         typer.confirm(f"Remove {printable(name, '')} for good?", abort=True, err=True)
     library.delete(name, root)
@@ -231,7 +231,7 @@ def copy(
         ),
     ],
 ) -> None:
-    """Copy a dataset into memory-mapped files. Run it again to go on after a stop."""
+    """Copy a dataset into memory-mapped files. Run it again to continue after an interruption."""
     jrb: Any = importlib.import_module("jrb")
     with importlib.import_module("jrb.authoring").enable_x64():
         dataset = sources.dataset(source)

@@ -1,4 +1,4 @@
-"""`jrb inspect`: shows the contents of a path; of ours without JAX, and without the rows.
+"""`jrb inspect`, which describes a path; jrb's own files without importing JAX or reading rows.
 
 A report is the dict that `--json` prints, with the entries of `_BLANK`. Leaves are dicts with
 `name`, `dtype`, `shape` and `nbytes`: dtype and shape of one item, and the bytes of all items.
@@ -19,7 +19,7 @@ from jrb.cli import console, sources
 
 typer: Any = require("typer", "cli")
 
-_LONGEST = 200  # characters of what a file says of itself
+_LONGEST = 200  # the maximum number of characters shown of a metadata entry
 _ROWS = "storage/"
 _BLANK = {
     **dict.fromkeys(("path", "kind", "description", "size", "capacity", "num_envs", "nbytes")),
@@ -63,7 +63,7 @@ def inspect(
 
 def _plot(path: str, kind: str, file: str) -> None:
     jrb: Any = importlib.import_module("jrb")
-    with importlib.import_module("jrb.authoring").enable_x64():  # draws items of any dtype
+    with importlib.import_module("jrb.authoring").enable_x64():  # so that 64-bit items are plotted
         if kind == sources.OTHER:
             buffer, state = sources.dataset(path).buffer()
         else:
@@ -76,7 +76,7 @@ def _plot(path: str, kind: str, file: str) -> None:
 
 
 def disk(path: str) -> int:
-    """Returns the bytes that files take on the disk."""
+    """Returns the number of bytes on disk of a file, or of all files in a folder."""
     files = [os.path.join(at, name) for at, _, names in os.walk(path) for name in names] or [path]
     return sum(os.stat(file).st_blocks * 512 for file in files if os.path.exists(file))
 
@@ -91,7 +91,7 @@ def _leaf(name: str, dtype: str, shape: Any, nbytes: int) -> dict[str, Any]:
 
 
 def _typed(name: str, kind: Any, nbytes: int) -> dict[str, Any]:
-    """Returns a leaf whose dtype and shape are as a store writes them."""
+    """Returns the report of a leaf, given its dtype and shape as a store writes them (`kind`)."""
     dtype, shape = (*kind, "[]")[:2] if kind else ("bytes", "[]")
     return _leaf(name, str(dtype), shape if isinstance(shape, list) else json_.loads(shape), nbytes)
 
@@ -105,10 +105,10 @@ def _of_folder(path: str, generation: Any) -> Report:
     for _, location in sorted(generation.leaves.items()):
         leaf = _typed(location.leaf.name, location.leaf.kind, location.leaf.width * rows)
         if leaf["name"].startswith(_ROWS) and not form:
-            # Leaves of a state's own arrays, whose first axes are of buffers and rows.
+            # These are a state's arrays; drop the leading axes, of stacked buffers and of rows.
             leaf["shape"] = leaf["shape"][1 + len(meta.get("batch") or ()) :]
         leaves.append(leaf | {"name": leaf["name"].removeprefix(_ROWS)})
-    # Arrays without a type are those by which a store knows its rows.
+    # Arrays without a type are a store's own records about its rows.
     arrays = [
         _typed(entry["name"], entry["kind"], entry["size"])
         for entry in generation.body["arrays"]
@@ -142,7 +142,7 @@ def _of_folder(path: str, generation: Any) -> Report:
 
 
 def _generations(path: str) -> Iterator[dict[str, Any]]:
-    """Yields number, time and size of each generation, oldest first, or its damage."""
+    """Yields the number, time and size of each generation, oldest first; or its damage."""
     for number in manifest.numbers(path):
         entry = {"generation": number, "time": None, "size": None, "damage": None}
         try:
@@ -173,7 +173,7 @@ def _of_dataset(path: str) -> Report:
 
 
 def _of_file(path: str) -> Report:
-    """Returns the report of a checkpoint in one file of HDF5, which is a dataset too."""
+    """Returns the report of a checkpoint in one HDF5 file: that of a dataset, with more entries."""
     report, h5py = _of_dataset(path), importlib.import_module("h5py")
     try:
         with h5py.File(path, "r", locking=False) as file:
@@ -189,11 +189,11 @@ def _of_file(path: str) -> Report:
     return report | {name: facts.get(name) for name in names} | entries
 
 
-# The same for people.
+# Reports as texts and tables.
 
 
 def _blocks(report: Report, indent: str = "") -> Iterator[Any]:
-    """Yields texts and tables, one below the other."""
+    """Yields the texts and tables that show a report, from top to bottom."""
     padding = importlib.import_module("rich.padding").Padding
     shift = lambda block: padding(block, (0, 0, 0, len(indent)), expand=False)
     yield shift(console.plain(f"{report['path']}: {report['kind']}", "bold"))
@@ -265,7 +265,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
 
 
 def _fact_text(fact: Any) -> str:
-    """Returns a fact of a file as text; a space of Minari's as gymnasium shows it."""
+    """Returns a metadata entry as text; a space of Minari in Gymnasium's notation."""
     kind = fact.get("type") if isinstance(fact, dict) else None
     try:
         if kind == "Box":
@@ -280,5 +280,5 @@ def _fact_text(fact: Any) -> str:
             texts = [f"{name}: {_fact_text(one)}" for name, one in inner.items()] if named else None
             return f"{kind}({', '.join(texts or map(_fact_text, inner))})"
     except (KeyError, TypeError, ValueError, AttributeError):
-        pass  # of another program, with its own entries
+        pass  # not a space, but another program's dict with a similar "type"
     return str(fact) if fact else ""

@@ -1,4 +1,4 @@
-"""Finds out whether a path is a checkpoint, a store or a dataset, and verifies it."""
+"""Functions that recognise checkpoints, stores and datasets at a path, and `jrb verify`."""
 
 import contextlib
 import importlib
@@ -15,18 +15,18 @@ from jrb.cli import console
 typer: Any = require("typer", "cli")
 
 FOLDER, FILE, OTHER = "folder", "file", "other"
-"""A checkpoint or a store in a folder; one in HDF5; anything else, perhaps a dataset."""
+"""The kinds of paths: a checkpoint or store in a folder, one in an HDF5 file, or anything else."""
 
 
 def user_path(text: str | None) -> str | None:
-    """Returns a path in which `~` is the home folder: the callback of options that are paths."""
+    """Returns a path with `~` expanded; serves as the callback of options that are paths."""
     if text is not None and (not text or "\0" in text):
         raise typer.BadParameter(f"expected a path, got {text!r}.")
     return text and os.path.expanduser(text)
 
 
 def picture_path(text: str | None) -> str | None:
-    """As `user_path`; raises unless a picture can be written there."""
+    """Returns a path with `~` expanded; raises unless a picture can be written to it."""
     path = user_path(text)
     if path is None:
         return None
@@ -44,33 +44,33 @@ def picture_path(text: str | None) -> str | None:
 SOURCE: Any = typer.Argument(
     help="A checkpoint, a store, or a dataset of any kind.", callback=user_path
 )
-"""The argument of commands that read."""
+"""The argument of commands that read a path."""
 
 _ERRORS = (OSError, ValueError, RuntimeError, KeyError)
-"""What reading raises where files are not what they should be."""
+"""The errors that reading a damaged file can raise."""
 
 
 class NotOursError(ValueError):
-    """There is something at the path, but nothing that jrb can read."""
+    """Raised for a path that exists, but is of no format that jrb can read."""
 
 
 NOT_THERE = (FileNotFoundError, NotADirectoryError, NotOursError)
-"""What is raised for a path with nothing to read."""
+"""The errors for a path with nothing to read, which end a command with status 2."""
 
 
 def kind_of(path: str) -> str:
-    """Returns which of the three it is, without JAX; raises if it cannot be read."""
+    """Returns the kind of a path, without importing JAX; raises if it cannot be read."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file or directory.")
     if os.path.isdir(path):
-        os.listdir(path)  # raises what a check would take for no checkpoint
+        os.listdir(path)  # raises here, since `is_checkpoint` is False for unreadable folders
         return FOLDER if manifest.is_checkpoint(path) else OTHER
     if not os.path.isfile(path):
         return OTHER
     with open(path, "rb") as file:
         if file.read(8) != b"\x89HDF\r\n\x1a\n":
             return OTHER
-    h5py = importlib.import_module("h5py")  # which is slow to import
+    h5py = importlib.import_module("h5py")  # imported late, because it is slow
     try:
         with h5py.File(path, "r", locking=False) as file:
             return FILE if file.attrs.get("format") == manifest.HDF5 else OTHER
@@ -81,7 +81,7 @@ def kind_of(path: str) -> str:
 def dataset(path: str) -> Any:
     """Returns the dataset at a path, of any format; raises `NotOursError` if none matches."""
     if kind_of(path) == FOLDER:
-        manifest.metadata(path)  # raises of a damaged one, which no format matches
+        manifest.metadata(path)  # raises if the checkpoint is damaged: no format would match it
     datasets = importlib.import_module("jrb.datasets")
     try:
         return datasets.open(path)
@@ -93,7 +93,7 @@ def dataset(path: str) -> Any:
 
 
 def check_apart(source: str, dest: str) -> None:
-    """Raises if one of two paths is the other, or in it."""
+    """Raises if two paths are the same, or one contains the other."""
     one, other = os.path.realpath(source), os.path.realpath(dest)
     is_same = os.path.exists(dest) and os.path.samefile(source, dest)
     if is_same or os.path.commonpath([one, other]) in (one, other):
@@ -101,14 +101,14 @@ def check_apart(source: str, dest: str) -> None:
 
 
 def buffer(path: str) -> tuple[Any, Any]:
-    """Returns the description and the state of what was saved at a path."""
+    """Returns the saved buffer and state at a path."""
     return importlib.import_module("jrb.checkpoint").load(path)
 
 
 def verify(path: Annotated[str, SOURCE]) -> None:
     """Read everything at PATH and report damage.
 
-    Prints a line for each damage, and exits with status 1 if there is any.
+    Prints one line for each defect, and exits with status 1 if there are any.
     """
     kind = kind_of(path)
     with console.bar("verifying") as progress:
@@ -127,7 +127,7 @@ def verify(path: Annotated[str, SOURCE]) -> None:
 
 
 def _damages(path: str, progress: Callable[[float], None]) -> list[str]:
-    """Reads a dataset block by block; once something is wrong, episode by episode."""
+    """Reads a dataset in blocks, and after an error each episode; returns a line per defect."""
     source = dataset(path)
     steps, done = max(source.transitions, 1), 0
     rows_of = importlib.import_module("jrb.datasets.format").rows_of

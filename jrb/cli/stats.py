@@ -1,4 +1,4 @@
-"""`jrb stats`: returns, lengths and rewards of the episodes at a path."""
+"""`jrb stats`, which shows returns, lengths and rewards of the episodes at a path."""
 
 import importlib
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ def stats(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show returns, lengths and rewards of the episodes at PATH."""
-    sources.kind_of(path)  # raises where nothing is
-    with importlib.import_module("jrb.authoring").enable_x64():  # for items of any dtype
+    sources.kind_of(path)  # raises if there is no such path
+    with importlib.import_module("jrb.authoring").enable_x64():  # keeps 64-bit dtypes
         dataset = sources.dataset(path)
         running = dataset.facts.get("running", np.zeros(len(dataset), bool))
         counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
@@ -47,9 +47,9 @@ def stats(
 
 
 def _numbers(dataset: Any) -> dict[str, np.ndarray]:
-    """Returns lengths and returns of complete episodes, and all rewards, `[K]` each.
+    """Returns the lengths and returns of complete episodes, and the rewards of all steps.
 
-    Of a reward of several leaves or numbers, each is an entry of its own.
+    If a reward has several leaves or numbers, each of them is a separate entry.
     """
     complete = dataset.only(dataset.numbers[dataset.complete])
     arrays = {"lengths": complete.lengths}
@@ -72,7 +72,7 @@ def _numbers(dataset: Any) -> dict[str, np.ndarray]:
 
 
 def summary(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
-    """Returns statistics of the finite numbers, None where there are none, and a histogram."""
+    """Returns statistics of the finite numbers, None if there are none, and a histogram."""
     array = np.asarray(values, np.float64)
     fine = array[np.isfinite(array)]
     names = {"min": np.min, "median": np.median, "mean": np.mean, "max": np.max, "std": np.std}
@@ -82,7 +82,7 @@ def summary(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
 
 
 def bars(counts: list[int]) -> str:
-    """Returns a character for each count, as high as it is large; a blank for none."""
+    """Returns a bar chart of one character per count, as high as the count; blank for 0."""
     most = max(counts, default=0)
     level = lambda count: -(-count * len(_BLOCKS) // most) - 1
     return "".join(_BLOCKS[level(count)] if count else " " for count in counts)

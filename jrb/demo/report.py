@@ -1,4 +1,4 @@
-"""The demo as a person sees it: a progress bar, a table, and a picture."""
+"""The output of the demo: a progress bar, a table, and a plot."""
 
 import math
 from typing import Any
@@ -18,9 +18,9 @@ _PARTS = 8
 
 
 def main(env: str, steps: int, seeds: int, seed: int, out: str, devices: int = 1) -> None:
-    """Trains behind a progress bar, prints a table, and writes the picture to `out`."""
+    """Trains with a progress bar, prints a table, and writes the plot to the path `out`."""
     config = training.Config(env=env, steps=steps, seeds=seeds, seed=seed, devices=devices)
-    training.Agent(config)  # raises before anything is shown
+    training.Agent(config)  # raises for a wrong config before anything is shown
     console = rich_console.Console()
     columns = (
         rich_progress.TextColumn("{task.description}"),
@@ -46,7 +46,7 @@ def main(env: str, steps: int, seeds: int, seed: int, out: str, devices: int = 1
 
 
 def table(config: training.Config, result: training.Result) -> Any:
-    """Returns the mean return of each eighth of the training, for every seed."""
+    """Returns a table of the mean return in each eighth of the training, by seed."""
     total = config.played * config.seeds
     view = rich_table.Table(
         title=f"{config.env}: {total:,} steps in {result.seconds:.0f} s, mean return by eighth"
@@ -60,7 +60,7 @@ def table(config: training.Config, result: training.Result) -> Any:
 
 
 def picture(config: training.Config, result: training.Result) -> Any:
-    """Returns the learning curve of every seed, and the priorities at the end."""
+    """Returns a figure of the learning curve of every seed, and of the final priorities."""
     curves = result.mean_return(config.chunks)
     masses = (result.priorities.astype(np.float64) + config.eps) ** config.alpha
 

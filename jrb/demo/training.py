@@ -2,13 +2,13 @@
 
     jrb demo --env Breakout-MinAtar --steps 400000 --seeds 1 --seed 0 --devices 1
 
-One iteration steps E environments, adds the E transitions, draws U batches at once, takes U
-gradient steps, and writes the U batches' priorities back. A jitted scan runs many iterations; the
-training is cut into chunks of them only so that the progress bar can move. With `seeds=K`, K whole
-trainings run together under `vmap`, each with a buffer of its own.
+One iteration steps E environments, adds the E transitions, samples U batches at once, takes U
+gradient steps, and updates the priorities of the U batches. A jitted scan runs many iterations; the
+training is divided into chunks of them only to update the progress bar. With `seeds=K`, K trainings
+run together under `vmap`, each with its own buffer.
 
-With `devices=D`, environments, buffer and batches are cut over D devices, and each has the network:
-the buffer is a `jrb.Sharded` of D shards. The step is the same; XLA takes the mean of gradients.
+With `devices=D`, environments, buffer and batches are sharded over D devices, and the network is
+replicated: the buffer is a `jrb.Sharded`. The code of a step is the same; XLA averages gradients.
 
 References: van Hasselt et al., 2016, "Deep reinforcement learning with double Q-learning", eq. 4.
 Schaul et al., 2016, "Prioritized experience replay", algorithm 1. Young and Tian, 2019, "MinAtar".
@@ -40,28 +40,28 @@ AXIS = "data"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A training and its hyperparameters."""
+    """The hyperparameters of a training."""
 
     env: str = "Breakout-MinAtar"  # a gymnax environment with discrete actions
-    steps: int = 400_000  # of each training, over all its environments
-    seeds: int = 1  # K, trainings that run together
-    seed: int = 0  # of the first training; the others count on
+    steps: int = 400_000  # environment steps of each training, over all its environments
+    seeds: int = 1  # K, the number of trainings that run together
+    seed: int = 0  # the seed of the first training; those of the others follow it
     num_envs: int = 64  # E
-    updates: int = 8  # U, gradient steps an iteration
-    batch_size: int = 128  # B, transitions a gradient step
+    updates: int = 8  # U, gradient steps per iteration
+    batch_size: int = 128  # B, transitions per gradient step
     capacity: int = 100_000  # transitions, rounded down to a multiple of E
-    hidden: tuple[int, ...] = (128, 128)
-    # At its peak, after a linear rise over the first 2 % of updates; it falls to a tenth of that
-    # along a cosine.
+    hidden: tuple[int, ...] = (128, 128)  # the widths of the network's hidden layers
+    # The peak: the rate rises linearly over the first 2 % of updates, and then falls to a tenth of
+    # the peak along a cosine.
     learning_rate: float = 1e-3
     discount: float = 0.99
-    target_rate: float = 0.005  # part of the network that the target takes over at each update
-    exploration: float = 0.1  # part of the training in which epsilon falls from 1 to `epsilon`
-    epsilon: float = 0.01  # probability of a random action at the end
-    alpha: float = 0.6  # of the prioritized sampler, as beta and eps
+    target_rate: float = 0.005  # the step of the target network towards the network, per update
+    exploration: float = 0.1  # fraction of the training in which epsilon falls from 1 to `epsilon`
+    epsilon: float = 0.01  # the final probability of a random action
+    alpha: float = 0.6  # alpha, beta and eps of the prioritized sampler
     beta: float = 0.4
     eps: float = 1e-3
-    chunks: int = 40  # how often the progress bar moves
+    chunks: int = 40  # the number of updates of the progress bar
     devices: int = 1  # D, which divides E and B
 
     def __post_init__(self) -> None:
@@ -71,17 +71,17 @@ class Config:
 
     @property
     def iterations(self) -> int:
-        """Iterations of one chunk, at least one."""
+        """The number of iterations of one chunk, at least one."""
         return max(1, self.steps // self.num_envs // self.chunks)
 
     @property
     def played(self) -> int:
-        """Environment steps that one training really takes."""
+        """The number of environment steps of one training: `steps`, rounded to whole chunks."""
         return self.iterations * self.chunks * self.num_envs
 
 
 class Carry(NamedTuple):
-    """The carry of a training from one iteration to the next."""
+    """The state that `scan` carries from one iteration to the next."""
 
     key: jax.Array
     network: Network
@@ -96,12 +96,12 @@ class Carry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The outcome of a training. C chunks, K seeds."""
+    """The result of a training. C chunks, K seeds."""
 
-    returns: np.ndarray  # sums of the returns of the episodes that ended, float `[C, K]`
-    episodes: np.ndarray  # how many ended, `[C, K]`
-    priorities: np.ndarray  # of the transitions stored at the end, float, of the first seed
-    seconds: float  # compiling included
+    returns: np.ndarray  # the sum of the returns of episodes that ended in a chunk, float `[C, K]`
+    episodes: np.ndarray  # the number of these episodes, `[C, K]`
+    priorities: np.ndarray  # the priorities stored at the end by the first seed, float
+    seconds: float  # the time of the training, including compilation
 
     def mean_return(self, parts: int) -> np.ndarray:
         """Returns the mean return of each of `parts` equal parts of the training, `[parts, K]`.
@@ -128,21 +128,21 @@ class Environment:
                 f"of actions is a {type(space).__name__}."
             )
         example = jax.eval_shape(self.reset, jax.random.key(0))[0]
-        # MinAtar's planes are zeros and ones: stored as bool, they take a quarter.
+        # MinAtar's planes are zeros and ones: bool takes a quarter of the bytes of float32.
         self.dtype: Any = jnp.bool_ if len(example.shape) == 4 else jnp.float32
         self.width: int = math.prod(example.shape[1:])
         self.actions: int = self.env.num_actions
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, Any]:
-        """Begins episodes; returns observations and states."""
+        """Starts episodes; returns their first observations and states."""
         keys = jax.random.split(key, self.num_envs)
         return jax.vmap(self.env.reset_env, (0, None))(keys, self.params)
 
     def step(self, key: jax.Array, state: Any, action: jax.Array) -> tuple[Any, dict[str, Any]]:
-        """Takes a step; returns states, and `next` of the transitions.
+        """Takes a step; returns states, and the part `next` of the transitions.
 
-        The automatic reset of gymnax would lose the last observation, and whether a time limit or
-        the environment ended the episode.
+        `step_env` is called because gymnax's `step` resets at once, which loses the last
+        observation and the difference between termination and truncation.
         """
         keys = jax.random.split(key, self.num_envs)
         step = jax.vmap(self.env.step_env, (0, 0, 0, None))
@@ -157,12 +157,12 @@ class Environment:
         }
 
     def flat(self, observation: jax.Array) -> jax.Array:
-        """Returns observations as they are stored, `[E, width]`."""
+        """Returns observations in the stored shape `[E, width]` and dtype."""
         return observation.reshape(self.num_envs, self.width).astype(self.dtype)
 
 
 def new_network(key: jax.Array, widths: tuple[int, ...]) -> Network:
-    """Returns a multilayer perceptron, initialized as He et al., 2015."""
+    """Returns the weights of a multilayer perceptron, initialized as by He et al., 2015."""
     keys = jax.random.split(key, len(widths) - 1)
     return [
         (jax.random.normal(k, (m, n)) * math.sqrt(2 / m), jnp.zeros(n))
@@ -182,9 +182,9 @@ def action_values(network: Network, observation: jax.Array) -> jax.Array:
 def loss(
     network: Network, target: Network, discount: float, batch: Any, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted Huber loss of double Q-learning, and the sizes of the errors `[B]`.
+    """Returns the weighted Huber loss of double Q-learning, and the absolute errors `[B]`.
 
-    Only termination ends the sum of rewards; a truncated episode would have continued.
+    Only termination stops the bootstrap; a truncated episode would have continued.
     """
     after = batch["next"]
     pick = lambda values, action: jnp.take_along_axis(values, action[:, None], axis=1)[:, 0]
@@ -197,7 +197,7 @@ def loss(
 
 
 class Agent:
-    """The parts of one training, and its two functions `init` and `chunk`."""
+    """The environment, buffer and optimizer of a training, with its functions."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -210,7 +210,7 @@ class Agent:
             sampler=Prioritized(alpha=config.alpha, beta=config.beta, eps=config.eps),
         )
         if config.devices > 1:
-            # The CPU's devices, if there are fewer of the others.
+            # Use the CPU's devices if the default backend has too few.
             enough = jax.device_count() >= config.devices
             devices = jax.devices() if enough else jax.devices("cpu")
             if len(devices) < config.devices:
@@ -227,7 +227,7 @@ class Agent:
         self.optimizer: Any = optax.chain(clip, optax.adam(schedule, eps=1e-5))
 
     def init(self, key: jax.Array) -> Carry:
-        """Returns the first carry."""
+        """Returns the initial carry."""
         key, for_network, for_env = jax.random.split(key, 3)
         observation, env_state = self.env.reset(for_env)
         observation = self.env.flat(observation)
@@ -251,12 +251,12 @@ class Agent:
         return self._constrain(carry)
 
     def chunk(self, carry: Carry) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
-        """Runs many iterations; returns the sum of returns that ended, and their number."""
+        """Runs one chunk; also returns the sum of ended episodes' returns, and their number."""
         carry, ended = jax.lax.scan(self._iterate, carry, None, self.config.iterations)
         return carry, jax.tree.map(lambda x: jnp.sum(x, axis=0), ended)
 
     def _constrain(self, carry: Carry) -> Carry:
-        """Cuts what belongs to environments over the devices; the rest is whole on each."""
+        """Shards the parts with an axis of environments over the devices; replicates the others."""
         mesh = self.mesh
         if mesh is None:
             return carry
@@ -281,12 +281,12 @@ class Agent:
         )
         env_state, after = self.env.step(for_step, carry.env_state, action)
         transition = {"observation": carry.observation, "action": action, "next": after}
-        # The draw comes after the write, and depends on it: nothing of the buffer is copied.
+        # The sample comes after the write and depends on it, so XLA need not copy the buffer.
         replay = self.buffer.add(carry.replay, transition)
         sample = self.buffer.sample(replay, for_draw)
         network, target, optimizer, priorities = self._learn(carry, sample)
         replay = self.buffer.update_priority(replay, sample, priorities)
-        # New episodes where the old ones ended.
+        # Start new episodes where the old ones ended.
         first, fresh_state = self.env.reset(for_reset)
         done, returns = after["done"], carry.running_return + after["reward"]
 
@@ -308,9 +308,9 @@ class Agent:
         return self._constrain(carry), (jnp.sum(jnp.where(done, returns, 0.0)), jnp.sum(done))
 
     def _learn(self, carry: Carry, sample: Sample) -> tuple[Network, Network, Any, jax.Array]:
-        """Takes U gradient steps on U batches; the errors become priorities, `[U * B]`.
+        """Takes U gradient steps on U batches; also returns the errors as priorities, `[U * B]`.
 
-        The draw is stratified, so each batch takes every U-th of the strata.
+        The sample is stratified, so each batch takes every U-th stratum.
         """
 
         def descend(parts: tuple, batch: tuple) -> tuple[tuple, jax.Array]:
@@ -334,10 +334,10 @@ class Agent:
 def train(
     config: Config, report: Callable[[int, float], None] = lambda chunk, mean: None
 ) -> Result:
-    """Trains `config.seeds` agents.
+    """Trains `config.seeds` agents, and returns the result.
 
-    `report` is called after every chunk with the number of chunks done and the mean return of the
-    episodes that ended in it, NaN for none.
+    `report` is called after every chunk with the number of chunks done, and with the mean return of
+    the episodes that ended in this chunk, NaN if none did.
     """
     start = time.perf_counter()
     agent, many = Agent(config), config.seeds > 1

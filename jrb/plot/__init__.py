@@ -1,9 +1,9 @@
-"""Pictures of what a buffer holds, and of what it draws; the extra `plot` brings matplotlib.
+"""Plots of a buffer's contents and of its samples; the extra `plot` installs matplotlib.
 
 Each function returns a matplotlib figure. A notebook shows it; `figure.savefig("state.png")` writes
-it to a file. Given an `ax`, a picture is drawn in its place, in the figure that it belongs to.
-Nothing is shown or kept by pyplot. What does not apply is left out: a buffer without priorities has
-no panel for them.
+it to a file. If `ax` is given, the plot replaces these axes in their figure. Figures are not
+registered with pyplot. Panels that do not apply are left out, such as priorities of a buffer
+without them.
 """
 
 from typing import TYPE_CHECKING
@@ -19,5 +19,5 @@ if TYPE_CHECKING:
 __all__ = ["draws", "episode", "sample", "state"]
 __dir__: PublicNames = lambda: __all__
 
-if not TYPE_CHECKING:  # matplotlib is imported when a function is asked for
+if not TYPE_CHECKING:  # matplotlib is imported at the first access to a function
     __getattr__ = lazy(__name__, {name: f"{__name__}.of_{name}" for name in __all__})

@@ -1,7 +1,7 @@
-"""Figures cut into rows of panels, the look of a panel, and numbers as text.
+"""Figures of rows of panels, the style of a panel, and numbers as text.
 
-Colours are those of Okabe and Ito, 2008, which people with any colour vision can tell apart. A
-figure has an opaque ground, so that its labels can be read on any page.
+The colours are those of Okabe and Ito, 2008, which people with any colour vision can distinguish. A
+figure has an opaque background, so that its labels are readable on any page.
 """
 
 import io
@@ -25,32 +25,32 @@ AGES: Any = _colors.LinearSegmentedColormap.from_list("ages", ["#0b4f7d", "#56b4
 VALUES = "cividis"
 
 WIDTH = 9.0
-"""Inches."""
+"""The width of a figure, in inches."""
 
 
 class Tone(NamedTuple):
-    """Colours that belong together."""
+    """The colours of a light or dark figure."""
 
-    ink: str  # of titles
-    faint: str  # of labels and numbers
-    line: str  # of axes
-    ground: str
+    ink: str  # titles
+    faint: str  # labels and numbers
+    line: str  # lines of axes
+    ground: str  # background
 
 
 _LIGHT = Tone("#1f2328", "#4d565f", "#c5ccd3", "#ffffff")
 _DARK = Tone("#f0f3f6", "#b8c0c8", "#565e67", "#16181b")
 
 Axes = Any
-"""An axes of matplotlib, in which a panel is drawn."""
+"""The matplotlib axes of a panel."""
 
 
 class Row(NamedTuple):
-    """Panels beside each other, each a function that draws into axes."""
+    """A row of panels of a figure."""
 
     height: float  # inches, with titles and labels
-    panels: Sequence[Callable[[Axes, Tone], None]]
-    widths: Sequence[float] | None = None  # relative to each other
-    around: float = 0.85  # inches of the height for title and labels
+    panels: Sequence[Callable[[Axes, Tone], None]]  # functions that draw into axes
+    widths: Sequence[float] | None = None  # relative widths of the panels
+    around: float = 0.85  # the inches of the height for title and labels
 
 
 def _png(figure: Any) -> bytes:
@@ -59,15 +59,15 @@ def _png(figure: Any) -> bytes:
     return file.getvalue()
 
 
-# A notebook shows it, even if pyplot was never imported. A class statement would have a base
-# without types, as matplotlib is an extra.
+# A figure that notebooks show even if pyplot was never imported. It is made by `type` because
+# pyright knows no base class: matplotlib is an extra.
 Sheet: Any = type("Sheet", (_figure.Figure,), {"_repr_png_": _png, "__module__": __name__})
 
 
 def drawn(rows: Sequence[Row], ax: Axes | None, who: str) -> Any:
-    """Returns a new figure with these rows of panels, or that of `ax`, which they replace."""
-    # One panel alone is a cell of the grid, and its title and labels come on top of the cell's
-    # height. Several have a grid of their own, which includes them.
+    """Returns a new figure with rows of panels; or the figure of `ax`, which they replace."""
+    # A single panel is a cell of the grid, whose height excludes title and labels. Several panels
+    # have an inner grid, whose height includes them.
     heights = [max(row.height - row.around * (len(row.panels) == 1), 0.1) for row in rows]
     if ax is None:
         size, mark, tone = (WIDTH, sum(row.height for row in rows) + 0.25), "", _LIGHT
@@ -84,7 +84,7 @@ def drawn(rows: Sequence[Row], ax: Axes | None, who: str) -> Any:
             )
         mark = f"jrb-{id(ax)}"
         for other in figure.axes:
-            if other.get_gid() == mark:  # of the last picture that was drawn here
+            if other.get_gid() == mark:  # a panel of the previous plot in these axes
                 other.remove()
         ax.set_axis_off()
         red, green, blue, opacity = _colors.to_rgba(figure.get_facecolor())
@@ -107,7 +107,7 @@ def drawn(rows: Sequence[Row], ax: Axes | None, who: str) -> Any:
 
 
 def style(axes: Axes, tone: Tone) -> None:
-    """Sets the look of a panel."""
+    """Sets the style of a panel."""
     axes.set_facecolor("none")
     axes.grid(visible=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -115,7 +115,7 @@ def style(axes: Axes, tone: Tone) -> None:
     axes.tick_params(which="both", color=tone.line, labelcolor=tone.faint, labelsize=8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(color=tone.faint, fontsize=8.5)
-        axis.set_major_formatter(_ticker.FuncFormatter(_plain))  # no exponent on the title
+        axis.set_major_formatter(_ticker.FuncFormatter(_plain))  # else an exponent hits the title
 
 
 def _plain(value: float, _: int | None = None) -> str:
@@ -123,7 +123,7 @@ def _plain(value: float, _: int | None = None) -> str:
 
 
 def say(axes: Axes, tone: Tone, title: str, more: str = "") -> None:
-    """Sets a title, and a line below it; no panel is made narrower for long ones."""
+    """Sets a title and a line below it, which do not affect the width of the panel."""
     axes.set_title(title, loc="left", fontsize=10, color=tone.ink, pad=19 if more else 7)
     if more:
         place = {"xycoords": "axes fraction", "textcoords": "offset points"}
@@ -132,13 +132,13 @@ def say(axes: Axes, tone: Tone, title: str, more: str = "") -> None:
 
 
 def whole_numbers(axis: Any, most: int = 6) -> None:
-    """Puts ticks at integers, with a comma between thousands."""
+    """Puts ticks at integers, with commas between thousands."""
     axis.set_major_locator(_ticker.MaxNLocator(most, integer=True))
     axis.set_major_formatter(_ticker.StrMethodFormatter("{x:,.0f}"))
 
 
 def time_axis(axes: Axes) -> None:
-    """Labels an axis of rows up to 0 by how long ago they were."""
+    """Labels the x-axis, which has rows up to 0, with the number of time steps before the end."""
     axes.set_xlabel("time steps before the newest")
     whole_numbers(axes.xaxis, 8)
     axes.xaxis.set_major_formatter(_ticker.FuncFormatter(_distance))
@@ -149,7 +149,7 @@ def _distance(value: float, _: int | None = None) -> str:
 
 
 def few_ticks(axis: Any, is_log: bool = False) -> None:
-    """Puts few ticks, at plain numbers; on a logarithmic axis when everything is drawn."""
+    """Puts few ticks at plain numbers; if `is_log`, makes the axis logarithmic first."""
     axis.set_major_locator(_ticker.MaxNLocator(4))
     if is_log:
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
@@ -161,7 +161,7 @@ def few_ticks(axis: Any, is_log: bool = False) -> None:
 
 
 def scale(axes: Axes, tone: Tone, colors: Any, name: str, ticks: int = 3) -> None:
-    """Explains the colours to the right of a panel."""
+    """Adds a colour bar to the right of a panel."""
     place = axes.inset_axes((1.012, 0, 0.012, 1))
     bar = axes.get_figure(root=True).colorbar(colors, cax=place)
     bar.outline.set_visible(False)
@@ -174,7 +174,7 @@ def scale(axes: Axes, tone: Tone, colors: Any, name: str, ticks: int = 3) -> Non
 
 
 def legend(axes: Axes, tone: Tone, place: str = "upper right", columns: int = 1) -> None:
-    """Names the lines and bars; "beside" puts the names to the right of a panel that is full."""
+    """Adds a legend; `place` "beside" puts it to the right of the panel instead of inside."""
     look: dict[str, Any] = {"fontsize": 8, "labelcolor": tone.faint, "frameon": False}
     if place == "beside":
         look |= {"bbox_to_anchor": (1.005, 1), "handlelength": 1.2}
@@ -184,7 +184,7 @@ def legend(axes: Axes, tone: Tone, place: str = "upper right", columns: int = 1)
 
 
 def note(title: str, more: str) -> list[Row]:
-    """Returns a picture of words alone, where there is nothing to see."""
+    """Returns the rows of a plot that only has text, for a buffer or batch without items."""
 
     def draw(axes: Axes, tone: Tone) -> None:
         axes.set_axis_off()
@@ -195,7 +195,7 @@ def note(title: str, more: str) -> list[Row]:
 
 
 def color_scale(values: np.ndarray) -> Any:
-    """Returns the colours of values, from the least finite one to the greatest."""
+    """Returns a colour map scaled from the least to the greatest finite value."""
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     norm = _colors.Normalize(low, high if high > low else low + max(1.0, abs(low)))
@@ -205,7 +205,7 @@ def color_scale(values: np.ndarray) -> Any:
 
 
 palette: Any = _colors.ListedColormap
-"""Makes a colour map that has one colour for each of some kinds."""
+"""Makes a colour map from a list of colours, one for each category."""
 
 
 def bars(axes: Axes, borders: np.ndarray, heights: np.ndarray, color: str, **look: Any) -> None:
@@ -218,7 +218,7 @@ def bars(axes: Axes, borders: np.ndarray, heights: np.ndarray, color: str, **loo
 
 
 def number(value: Any) -> str:
-    """Returns `1,234`, `0.0123`, `1.2e-07`: three digits that matter, and all of an integer."""
+    """Returns three significant digits, or all digits of an integer: `1,234`, `0.0123`."""
     value = float(value)
     if value.is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
@@ -226,13 +226,13 @@ def number(value: Any) -> str:
 
 
 def span(values: np.ndarray) -> str:
-    """Returns `1 to 5`: the least and the greatest of some numbers; one if they are equal."""
+    """Returns the least and the greatest number as `1 to 5`, or one number if they are equal."""
     low, high = number(values.min()), number(values.max())
     return low if low == high else f"{low} to {high}"
 
 
 def percent(share: float) -> str:
-    """Returns `34 %` for 0.34; one digit more below 10 %; `below 0.1 %` above zero."""
+    """Returns a fraction as a percentage: `34 %`, `3.4 %`, `below 0.1 %` or `above 99.9 %`."""
     if 0 < share < 0.001:
         return "below 0.1 %"
     if 0.999 < share < 1:
@@ -241,10 +241,10 @@ def percent(share: float) -> str:
 
 
 def count(amount: int, one: str, many: str = "") -> str:
-    """Returns `1 episode`, `1,234 episodes`."""
+    """Returns a number with its noun, such as `1 episode` or `1,234 episodes`."""
     return f"{amount:,} {one if amount == 1 else many or one + 's'}"
 
 
 def leaf_label(name: str) -> str:
-    """Returns the name of a leaf as it is shown; the whole item has no name."""
+    """Returns the label of a leaf; "the item" if items are single arrays."""
     return "the item" if name == "." else name.replace("/", " / ")

@@ -1,6 +1,6 @@
-"""Reads from a state what pictures show, a few leaves and not whole items, and bins it.
+"""Reads the data of plots from a state, only the leaves that are needed, and bins them.
 
-N capacity, E environments, K rows stored at most by any environment.
+N capacity, E environments, K the maximum of stored rows of an environment.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jrb.types import Item
 
 
 def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
-    """Raises unless it is a single state of this buffer, outside `jit`, and not donated."""
+    """Raises unless `state` is a single state of `buffer`, outside `jit`, and not donated."""
     check_single(buffer, who)
     if isinstance(state, BufferState):
         check_concrete(state, f"{who}: state")
@@ -38,7 +38,7 @@ def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
 
 
 def check_concrete(tree: Any, what: str) -> None:
-    """Raises where arrays have no values to look at; the message begins with `what`."""
+    """Raises if an array is traced or donated; the message begins with `what`."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(
@@ -53,10 +53,10 @@ def check_concrete(tree: Any, what: str) -> None:
 
 
 def stored_slots(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the slots of all stored items by time, int32 `[K, E]`, and which are stored, bool.
+    """Returns slots in order of time, int32 `[K, E]`, and a mask of those that hold items.
 
-    The last row has the newest item of each environment. For a writer that is not chronological,
-    all items are in one column, `[K, 1]`, in the order of `ReplayBuffer.in_order`.
+    The last row has the newest item of each environment. If the writer is not chronological, all
+    items are in one column, `[K, 1]`, in the order of `ReplayBuffer.in_order`.
     """
     if not buffer.writer.is_chronological:
         slots, size = buffer.in_order(state)
@@ -68,7 +68,7 @@ def stored_slots(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, 
 
 
 def masses(buffer: ReplayBuffer, state: BufferState, raw: np.ndarray) -> np.ndarray:
-    """Returns the masses, by which draws are proportional, of priorities `[N]`; 0 for no anchor."""
+    """Returns the masses of priorities `[N]`, to which draws are proportional; 0 for no anchor."""
     masses = np.maximum(raw, 0).astype(np.float64)
     if isinstance(buffer.sampler, Prioritized):
         masses = (masses + buffer.sampler.eps) ** float(state.sampler.alpha)
@@ -76,7 +76,7 @@ def masses(buffer: ReplayBuffer, state: BufferState, raw: np.ndarray) -> np.ndar
 
 
 def specs(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
-    """Returns dtype and shape of each leaf of an item, by name."""
+    """Returns the dtype and shape of each leaf of an item, by name."""
     leaves = jax.tree_util.tree_leaves_with_path(buffer.stored(state))
     return {leaf_name(path): leaf for path, leaf in leaves}
 
@@ -84,13 +84,13 @@ def specs(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
 def leaves(
     buffer: ReplayBuffer, state: BufferState, slots: np.ndarray, names: set[str]
 ) -> dict[str, np.ndarray]:
-    """Reads the leaves of these names at slots, int32 `[...]`, and nothing else of the items."""
+    """Reads the leaves with these names at slots, int32 `[...]`, and no other leaves."""
     if not names:
         return {}
     items = _read(buffer, state, jnp.asarray(slots), tuple(sorted(names)))
     named = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(items)}
     values = {name: np.asarray(named[name]) for name in sorted(names)}
-    # NumPy and matplotlib compute with few of the dtypes that it has from JAX, such as bfloat16.
+    # NumPy and matplotlib cannot compute with some of JAX's dtypes, such as bfloat16.
     return {
         name: leaf if leaf.dtype.kind in "biuf" else leaf.astype(np.float32)
         for name, leaf in values.items()
@@ -104,7 +104,7 @@ def _read(buffer: Buffer, state: BufferState, slots: jax.Array, names: tuple[str
 
 
 def stored_episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
-    """Returns `jrb.episodes`, without a warning of returns that are not finite."""
+    """Returns `jrb.episodes`, without NumPy's warning about returns that are not finite."""
     with np.errstate(invalid="ignore"):
         return episodes(buffer, state)
 
@@ -118,13 +118,13 @@ def rewards(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> np.n
     parts = list(leaves(buffer, state, slots, names).values())
     if not parts:
         return None
-    # Several leaves are the rewards of several agents; none is copied if there is one.
+    # Several leaves are rewards of several agents; a single leaf is not copied.
     parts = [part.reshape(*slots.shape, -1) for part in parts]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1, dtype=np.float32)
 
 
 def is_real(dtype: Any) -> bool:
-    """Returns True if values of this dtype are real numbers, or bool."""
+    """Returns True if a dtype is of real numbers or bool."""
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
 
 
@@ -132,18 +132,21 @@ def is_real(dtype: Any) -> bool:
 
 
 def edges(count: int, most: int) -> np.ndarray:
-    """Returns borders, int `[bins + 1]`, of at most `most` about equal parts."""
+    """Returns the borders of at most `most` bins of about equal size, int `[bins + 1]`."""
     bins = max(1, min(count, most))
     return np.arange(bins + 1) * count // bins
 
 
 def even(count: int, most: int) -> np.ndarray:
-    """Returns borders, int `[bins + 1]`, of at most `most` equal parts; the last may be smaller."""
+    """Returns borders of at most `most` equal bins, int `[bins + 1]`; the last may be smaller."""
     return np.append(np.arange(0, count, -(-count // most)), count)
 
 
 def block_means(values: np.ndarray, columns: np.ndarray, lines: np.ndarray) -> np.ndarray:
-    """Returns the means of the finite values in parts of an array `[lines, columns]`; else NaN."""
+    """Returns the means of the finite values in blocks of a 2D array; NaN for blocks without any.
+
+    `columns` and `lines` are the borders of the blocks.
+    """
     finite = np.isfinite(values)
     sums = np.add.reduceat(np.where(finite, values, 0), columns[:-1], 1, np.float64)
     counts = np.add.reduceat(finite, columns[:-1], 1, np.float64)
@@ -154,14 +157,14 @@ def block_means(values: np.ndarray, columns: np.ndarray, lines: np.ndarray) -> n
 def mean_and_bounds(
     values: np.ndarray, borders: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns mean, least and greatest of the finite values of each part of an array `[K]`."""
+    """Returns the mean, least and greatest of the finite values in each bin of a 1D array."""
     finite = np.where(np.isfinite(values), values, np.nan)
     mean = block_means(finite[None], borders, np.arange(2))[0]
     return mean, np.fmin.reduceat(finite, borders[:-1]), np.fmax.reduceat(finite, borders[:-1])
 
 
 def histogram(values: np.ndarray, borders: np.ndarray) -> np.ndarray:
-    """Counts numbers by bin; those beyond the borders count in the first and the last."""
+    """Returns the number of values in each bin; the first and last bins are unbounded."""
     kind = values.dtype if values.dtype.kind == "f" else np.float64
     with np.errstate(over="ignore"):  # a border may be beyond the greatest float32
         inner = borders[1:-1].astype(kind)
@@ -170,9 +173,9 @@ def histogram(values: np.ndarray, borders: np.ndarray) -> np.ndarray:
 
 
 def bins(values: np.ndarray, most: int = 60) -> tuple[np.ndarray, bool]:
-    """Returns borders of bins for numbers, and whether they are a constant factor apart.
+    """Returns the borders of bins for values, and True if they are spaced logarithmically.
 
-    They are if all numbers are positive or zero, and far apart.
+    That is the case if no value is negative, and the greatest exceeds 30 times the median.
     """
     low, high = float(values.min()), float(values.max())
     if low == high:

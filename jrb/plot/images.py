@@ -1,4 +1,4 @@
-"""Leaves that are images, as tiles of one picture. H height, W width, C channels, K frames."""
+"""Finds leaves that are images, and tiles them. H height, W width, C channels, K frames."""
 
 from typing import Any
 
@@ -12,17 +12,18 @@ _PLANES = np.array(
     [[int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)] for color in canvas.CYCLE]
 )
 PALE = 0.22
-"""The opacity of what is masked."""
+"""The opacity of masked images."""
 
 Order = tuple[int | None, int, int, int | None]
-"""The axes of one item that are frames, height, width and channels; None for what it lacks."""
+"""The axes of frames, height, width and channels in one item; None for an axis that it lacks."""
 
 
 def axes_order(shape: tuple[int, ...]) -> Order | None:
-    """Returns the axes of an item of this shape; None if it is no image.
+    """Returns the axes of an image with this shape; None if the shape is no image's.
 
-    Images are `(H, W)`, `(H, W, C)`, `(C, H, W)` of three channels, `(K, H, W)`, `(K, H, W, C)` and
-    `(K, C, H, W)`, with C up to 16, and H and W from 5 on. The last axes decide first.
+    Images are `(H, W)`, `(H, W, C)`, `(C, H, W)` with C = 3, `(K, H, W)`, `(K, H, W, C)`, and
+    `(K, C, H, W)` with C = 1 or 3. C is at most 16, H and W at least 5. The first form that fits
+    counts.
     """
     wide = [length >= _LEAST for length in shape]
     if len(shape) == 2 and all(wide):
@@ -47,9 +48,9 @@ def frames(values: np.ndarray, order: Order, lead: int) -> np.ndarray:
 
 
 def first(leaves: dict[str, Any], lead: int) -> tuple[str, Order] | None:
-    """Returns the first leaf `[*lead, ...]` that is an image, preferably an observation."""
+    """Returns name and axes of the first leaf with images, preferring those not below `next`."""
     for name in sorted(leaves, key=lambda name: name.startswith("next")):
-        # Items of any Python type are in a `ListStorage`: not every leaf has a shape.
+        # Leaves of a `ListStorage` are any Python objects, which may have no shape.
         dtype, shape = (getattr(leaves[name], part, None) for part in ("dtype", "shape"))
         order = axes_order(tuple(shape[lead:])) if shape is not None else None
         if order is not None and getattr(dtype, "kind", "") in "biuf":
@@ -58,13 +59,13 @@ def first(leaves: dict[str, Any], lead: int) -> tuple[str, Order] | None:
 
 
 def colored(frames: np.ndarray) -> tuple[np.ndarray, str]:
-    """Returns frames `[..., H, W, C]` as red, green and blue from 0 to 1, and what they show."""
+    """Returns frames `[..., H, W, C]` as RGB from 0 to 1, and a text on how they were made."""
     step = max(1, -(-max(frames.shape[-3:-1]) // _SIDE))
     frames, channels = frames[..., ::step, ::step, :], frames.shape[-1]
     if channels > 1 and (
         frames.dtype == np.bool_ or (channels != 3 and np.isin(frames, (0, 1)).all())
     ):
-        # Flags: a colour for each plane; where several are set, that of the last one.
+        # Each plane of flags has a colour; where several are set, the last one wins.
         planes = np.full((*frames.shape[:-1], 3), 0.09, np.float32)
         for channel in range(channels):
             planes[frames[..., channel] != 0] = _PLANES[channel % len(_PLANES)]
@@ -79,7 +80,7 @@ def colored(frames: np.ndarray) -> tuple[np.ndarray, str]:
 
 
 def tiles(pictures: np.ndarray, opacity: np.ndarray) -> np.ndarray:
-    """Returns pictures `[rows, columns, H, W, 3]` as one, with opacities `[rows, columns]`."""
+    """Returns one RGBA image of pictures `[rows, columns, H, W, 3]` with opacities per picture."""
     rows, columns, high, wide, _ = pictures.shape
     gap = max(1, round(min(high, wide) / 14))
     sheet = np.zeros((rows, high + gap, columns, wide + gap, 4), np.float32)
@@ -89,7 +90,7 @@ def tiles(pictures: np.ndarray, opacity: np.ndarray) -> np.ndarray:
 
 
 def row(sheet: np.ndarray, title: str, more: str) -> Row:
-    """Returns a row with one panel, as high as the picture needs."""
+    """Returns a row with one panel, whose height fits the picture."""
 
     def draw(axes: Axes, tone: Tone) -> None:
         axes.imshow(sheet, interpolation="nearest", aspect="equal")

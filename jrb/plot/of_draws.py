@@ -1,4 +1,4 @@
-"""The picture of how often anchors are drawn, with how often they should be. N capacity."""
+"""The plot of observed and expected counts of draws. N capacity."""
 
 import functools
 import math
@@ -24,31 +24,31 @@ _BATCH, _BARS, _GROUPS, _ENOUGH = 256, 60, 2000, 10
 def draws(
     buffer: ReplayBuffer, state: BufferState, key: jax.Array, n: int, ax: Axes | None = None
 ) -> Any:
-    """Shows how often anchors are drawn, and how often they are expected to be.
+    """Plots how often anchors are drawn, and how often they are expected to be drawn.
 
-    Draws `n` anchors, in batches of `batch_size` (256 if the buffer has none), without reading
-    items, and counts them. The expectation of `Prioritized` is a share of the mass, that of
-    `Uniform` the same for all; for other samplers, and units whose anchors stand for several slots,
-    it is the probability that the draws themselves report. Samplers that consume have none: then
-    only counts are shown.
+    The function draws `n` anchors in batches of `batch_size` (256 if the buffer has none), without
+    reading items. For `Prioritized`, an anchor's expectation is its share of the mass; for
+    `Uniform`, all anchors have the same. For other samplers, and for units whose anchors cover
+    several slots, it is the probability that the draws report. Samplers that consume items have no
+    expectation, so only counts are shown.
 
-    A chi-square test over groups of anchors, of at least 10 expected draws each, says whether
-    chance explains the difference. Draws that are stratified, or without replacement in a batch,
-    differ by less than chance.
+    A chi-square test over groups of anchors, of at least 10 expected draws each, decides if the
+    difference can be due to chance. Draws that are stratified, or without replacement in a batch,
+    differ less than by chance.
 
     Args:
-        buffer: the description.
-        state: is only read; a sampler that consumes continues with a state of its own.
+        buffer: the buffer.
+        state: its state. It is only read: draws of a consuming sampler change a copy.
         key: a PRNG key. It is consumed.
         n: the number of draws, at least 1.
-        ax: an axes of matplotlib that the picture replaces; None for a new figure.
+        ax: the matplotlib axes to replace by the plot; None for a new figure.
 
     Returns:
         The figure.
 
     Raises:
-        TypeError: as `jrb.plot.state`; a `key` that is none, an `n` that is no integer.
-        ValueError: as `jrb.plot.state`; an `n` below 1.
+        TypeError: as in `jrb.plot.state`; `key` is not a PRNG key, or `n` is not an integer.
+        ValueError: as in `jrb.plot.state`; or `n` is below 1.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -70,7 +70,7 @@ def draws(
         return canvas.drawn(canvas.note("There is nothing to draw", more), ax, "plot.draws")
     size = min(int(n), buffer.batch_size or _BATCH)
     keys = jax.random.split(key, n // size + 1)
-    # Without the storage, nothing of the items can be read.
+    # Without the storage, items cannot be read by mistake.
     sampler, light = state.sampler, state.replace(storage=None)
     counts = jnp.zeros(buffer.capacity, jnp.int32), jnp.zeros(buffer.capacity, jnp.float32)
     sampler, counts = _drawn(buffer, light, sampler, counts, keys[:-1], size)
@@ -86,7 +86,7 @@ def draws(
 def _drawn(
     buffer: Buffer, state: BufferState, sampler: Any, counts: Any, keys: jax.Array, size: int
 ) -> Any:
-    """Draws a batch for each key; returns the sampler's state, and counts and chances by slot."""
+    """Draws a batch per key; returns the sampler's state, and counts and chances by slot."""
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
 
     def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
@@ -103,7 +103,7 @@ def _drawn(
 def _expected(
     buffer: ReplayBuffer, state: BufferState, reported: np.ndarray
 ) -> tuple[np.ndarray | None, str]:
-    """Returns how likely each slot is, float64 `[N]`, and by what; None for no expectation."""
+    """Returns the chance of each slot, float64 `[N]` or None, and a text on its source."""
     sampler = buffer.sampler
     if sampler.consumes:
         return None, f"{type(sampler).__name__} uses anchors up: there is no expectation"
@@ -112,7 +112,7 @@ def _expected(
         if masses.sum() > 0:
             return masses / masses.sum(), "expected: each anchor's share of the mass"
     slots, within, count = anchors_in_order(buffer, state)
-    # An anchor that stands for several slots has a chance below 1 for each of them.
+    # If an anchor covers several slots, `within` is the chance of each, below 1.
     if isinstance(sampler, Prioritized | Uniform) and (within[:count] == 1).all():
         alike = np.zeros(buffer.capacity)
         alike[slots[:count]] = 1 / count
@@ -128,7 +128,7 @@ def _by_slot(
     axes: Axes,
     tone: Tone,
 ) -> None:
-    """Draws counts around the ring as bars, and the expectation as a line and a band."""
+    """Plots counts by slot as bars, and the expectation as a line with a band."""
     borders, total = facts.even(len(seen), _BARS), int(seen.sum())
     bars = np.add.reduceat(seen, borders[:-1])
     canvas.bars(axes, borders, bars, canvas.SKY, label="observed")
@@ -156,13 +156,13 @@ def _by_slot(
 
 
 def judge(buffer: ReplayBuffer, seen: np.ndarray, chances: np.ndarray) -> tuple[str, str]:
-    """Returns whether chance explains the difference of counts and chances `[N]`, and the test."""
+    """Returns a verdict on the counts given the chances, both `[N]`, and a text on the test."""
     odd = int(seen[chances <= 0].sum())
     if odd:
         return f"{odd:,} of what was not expected at all", ""
     likely = np.flatnonzero(chances > 0)
     want = chances[likely] * seen.sum()
-    # Groups of about equal expectation, large enough for the test.
+    # Groups have about equal expectations, large enough for a chi-square test.
     groups = int(max(1, min(_GROUPS, want.sum() // _ENOUGH, len(want))))
     at = np.searchsorted(np.cumsum(want), want.sum() * np.arange(1, groups) / groups)
     borders = np.unique(np.concatenate([[0], at + 1, [len(want)]]).clip(0, len(want)))
@@ -187,7 +187,7 @@ def judge(buffer: ReplayBuffer, seen: np.ndarray, chances: np.ndarray) -> tuple[
 
 
 def chi_square_above(value: float, freedom: int) -> float:
-    """Returns the probability that chi-square of some degrees of freedom is above a value.
+    """Returns the probability that a chi-square variable exceeds `value`, approximately.
 
     Reference: Wilson and Hilferty, 1931, "The distribution of chi-square".
     """

@@ -1,4 +1,4 @@
-"""The picture of one episode. L rows."""
+"""The plot of one episode. L rows."""
 
 import functools
 from collections.abc import Callable
@@ -18,24 +18,24 @@ _POINTS, _FRAMES, _PARTS = 2000, 12, 8
 
 
 def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Axes | None = None) -> Any:
-    """Shows one episode: its rewards and their sum, actions, observations, and priorities.
+    """Plots one episode: its rewards and their sum, actions, observations, and priorities.
 
-    Observations that are images are shown as a film strip, at most 12 of them; those of up to 8
-    numbers as lines. Of an episode of more than 2,000 rows, rows between are left out.
+    Observations that are images are shown as a film strip of at most 12 frames; observations and
+    actions of up to 8 numbers as lines. Episodes of more than 2,000 rows are thinned out evenly.
 
     Args:
-        buffer: the description, with a writer that keeps the order of time.
-        state: is only read.
-        k: which one, as in `jrb.episodes(buffer, state)[k]`; -1 is the one that began last.
-        ax: an axes of matplotlib that the picture replaces; None for a new figure.
+        buffer: a buffer whose writer keeps the order of time.
+        state: its state. It is only read.
+        k: the index of the episode in `jrb.episodes(buffer, state)`; -1 for the latest to begin.
+        ax: the matplotlib axes to replace by the plot; None for a new figure.
 
     Returns:
         The figure.
 
     Raises:
-        TypeError: as `jrb.plot.state`; a `k` that is no integer.
-        ValueError: as `jrb.plot.state`; items without flags, a writer without an order of time, or
-            fewer episodes.
+        TypeError: as in `jrb.plot.state`; or `k` is not an integer.
+        ValueError: as in `jrb.plot.state`; items have no flags, the writer does not keep the order
+            of time, or there is no episode `k`.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -62,7 +62,7 @@ def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Axes | None = 
     ]
 
     def add(height: float, draw: Callable[[Axes, Tone], None]) -> None:
-        """Adds a panel along the rows of the episode."""
+        """Adds a panel whose x-axis is the rows of the episode."""
 
         def panel(axes: Axes, tone: Tone) -> None:
             axes.set_xlabel("row of the episode")
@@ -104,7 +104,7 @@ def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Axes | None = 
 def _heading(
     buffer: ReplayBuffer, one: Episode, k: int, count: int, axes: Axes, tone: Tone
 ) -> None:
-    """Writes a title, and a line below it, within a panel that has nothing else."""
+    """Writes the figure's title, and a line below it, into a panel of their own."""
     title = f"Episode {k:,} of {count:,}: {canvas.count(len(one), 'row')}"
     if one.return_ is not None and np.size(one.return_) == 1 and np.ndim(one.return_) < 2:
         title += f", return {canvas.number(np.reshape(one.return_, ()))}"
@@ -118,7 +118,7 @@ def _heading(
 
 
 def _rewards(rewards: np.ndarray, axes: Axes, tone: Tone) -> None:
-    """Draws rewards `[L, 1]` as bars and their running sum as a line; several as lines."""
+    """Plots rewards `[L, 1]` as bars with their cumulative sum; or `[L, parts]` as lines."""
     rows = np.arange(len(rewards))
     if rewards.shape[1] > 1:
         _lines(rows, rewards, "reward", axes, tone)
@@ -137,7 +137,7 @@ def _rewards(rewards: np.ndarray, axes: Axes, tone: Tone) -> None:
 
 
 def _lines(rows: np.ndarray, values: np.ndarray, name: str, axes: Axes, tone: Tone) -> None:
-    """Draws a line for each of a few numbers `[L, ...]`; dots for integers."""
+    """Plots each number of values `[L, ...]` over the rows: lines for floats, dots for integers."""
     values, exact = values.reshape(len(values), -1), values.dtype.kind in "biu"
     look = {"linewidth": 1.2, "marker": "o" if len(rows) == 1 else ""}
     if exact:

@@ -1,4 +1,4 @@
-"""The picture of what was drawn."""
+"""The plot of a batch."""
 
 from typing import Any
 
@@ -14,22 +14,22 @@ _IMAGES, _ACROSS, _STRIPS, _LONG, _ROWS = 32, 16, 6, 16, 64
 
 
 def sample(batch: Sample, ax: Axes | None = None) -> Any:
-    """Shows a batch: which slots were drawn, weights, which entries are real, and images.
+    """Plots a batch: the drawn slots, the weights, which entries are real, and images.
 
-    Images in the data are shown as a contact sheet, of a unit of windows or stacks as film strips,
-    oldest frame first; entries that are masked are pale. An image is a leaf of two large axes,
-    perhaps with up to 16 channels behind them, or three before, and frames before all.
+    Single images are tiled as a contact sheet, those of windows or stacks as film strips with the
+    oldest frame first; masked entries are pale. A leaf is an image if it has two axes of length 5
+    or more, optionally with up to 16 channels after them or 3 before them, and frames first.
 
     Args:
-        batch: what `sample` or `draw` of a buffer or a `jrb.Mix` returned. B draws.
-        ax: an axes of matplotlib that the picture replaces; None for a new figure.
+        batch: the `Sample` that a buffer or a `jrb.Mix` returned.
+        ax: the matplotlib axes to replace by the plot; None for a new figure.
 
     Returns:
         The figure.
 
     Raises:
-        TypeError: no `Sample`, or one inside `jit`; an `ax` that is no axes.
-        ValueError: several batches, as from `scan` or `vmap`.
+        TypeError: `batch` is no `Sample`, or is traced by `jit`; or `ax` is no axes.
+        ValueError: `batch` has several batches, as from `scan` or `vmap`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -67,7 +67,7 @@ def sample(batch: Sample, ax: Axes | None = None) -> Any:
 
 
 def _slots(batch: Sample, drawn: np.ndarray, axes: Axes, tone: Tone) -> None:
-    """Draws how many draws fell to which slots, for each buffer of a mix."""
+    """Plots the number of draws by slot, for each buffer of a mix."""
     slots = np.asarray(batch.indices)[drawn]
     source = np.asarray(batch.info.get("source", np.zeros(len(drawn), np.int64)))[drawn]
     most, buffers = int(slots.max()) + 1, np.unique(source)
@@ -98,7 +98,7 @@ def _slots(batch: Sample, drawn: np.ndarray, axes: Axes, tone: Tone) -> None:
 
 
 def _weights(batch: Sample, drawn: np.ndarray, axes: Axes, tone: Tone) -> None:
-    """Draws weights against the probabilities that they undo."""
+    """Plots weights against the probabilities of the draws."""
     weights, chances = np.asarray(batch.weights)[drawn], np.asarray(batch.probabilities)[drawn]
     axes.plot(chances, weights, "o", color=canvas.BLUE, alpha=0.5, markersize=4, markeredgewidth=0)
     top = float(weights.max(initial=0, where=np.isfinite(weights)))
@@ -110,7 +110,7 @@ def _weights(batch: Sample, drawn: np.ndarray, axes: Axes, tone: Tone) -> None:
 
 
 def _windows(batch: Sample, real: np.ndarray, axes: Axes, tone: Tone) -> None:
-    """Draws which rows of windows are real, and where episodes begin and end."""
+    """Plots which rows of windows are real, and where episodes begin and end."""
     marks = real[:_ROWS].astype(np.int64)
     for value, name in ((2, "is_first"), (3, "is_last")):
         flags = batch.info.get(name)
@@ -134,7 +134,7 @@ def _windows(batch: Sample, real: np.ndarray, axes: Axes, tone: Tone) -> None:
 
 
 def _images(batch: Sample, real: np.ndarray) -> list[Row]:
-    """Returns a contact sheet, or film strips of windows and stacks; nothing without images."""
+    """Returns a row with a contact sheet, or with film strips; no row if there are no images."""
     leaves = {
         leaf_name(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch.data)
@@ -162,7 +162,7 @@ def _images(batch: Sample, real: np.ndarray) -> list[Row]:
         frames, shown = frames[:few], np.broadcast_to(real[:few, None], (few, frames.shape[1]))
     pictures, more = images.colored(frames)
     opacity = np.where(shown, 1.0, images.PALE)
-    # Single images are a contact sheet, and strips of frames are below each other.
+    # A contact sheet has up to 16 images in a line; film strips have a line each.
     grid = (-1, min(_ACROSS, few)) if frames.shape[1] == 1 else opacity.shape
     pictures = pictures.reshape(*grid, *pictures.shape[2:])
     sheet = images.tiles(pictures, opacity.reshape(grid))

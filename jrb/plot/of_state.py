@@ -1,6 +1,6 @@
-"""The picture of what a buffer holds: the ring, episodes, rewards, priorities, counts of draws.
+"""The plot of a buffer's contents: ring, episodes, rewards, priorities and counts of draws.
 
-N capacity, E environments, K rows stored at most by any environment, M episodes, S lines.
+N capacity, E environments, K the maximum of stored rows of an environment, M episodes.
 """
 
 from typing import Any
@@ -25,27 +25,27 @@ _PRIORITY_BINS = 400
 
 
 def state(buffer: ReplayBuffer, state: BufferState, ax: Axes | None = None) -> Any:
-    """Shows what a buffer holds.
+    """Plots the contents of a buffer.
 
-    Panels, if they apply: occupancy and age around the ring; episodes as bars, a line for each
-    environment, coloured by return; rewards over time; priorities over slots, and their histogram,
-    with the share of the mass that the top 1 % of the anchors have, where draws are proportional to
-    mass; and how often items were drawn, if that is counted.
+    The panels, if they apply, show: occupancy and age around the ring; episodes as bars, in a line
+    for each environment, coloured by return; rewards over time; priorities by slot; a histogram of
+    priorities, with the share of the mass of the top 1 % of anchors; and how often items were
+    drawn, if the sampler counts draws.
 
-    Of the items, only flags and rewards are read. Large buffers are binned; 10^7 slots take a few
+    Only flags and rewards of the items are read. Large buffers are binned; 10^7 slots take a few
     seconds.
 
     Args:
-        buffer: the description.
-        state: is only read.
-        ax: an axes of matplotlib that the picture replaces; None for a new figure.
+        buffer: the buffer.
+        state: its state. It is only read.
+        ax: the matplotlib axes to replace by the plot; None for a new figure.
 
     Returns:
         The figure.
 
     Raises:
-        TypeError: a state of another description, or one inside `jit`; an `ax` that is no axes.
-        ValueError: a state of another capacity, states under `vmap`, or one that was donated.
+        TypeError: the state is of another buffer, or traced by `jit`; or `ax` is no axes.
+        ValueError: the state has another capacity, has an axis of `vmap`, or was donated.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -99,7 +99,7 @@ def _ring(
     axes: Axes,
     tone: Tone,
 ) -> None:
-    """Draws a strip of the ring, or of each environment's own; dark is new, and pale is old."""
+    """Plots the ring, or each environment's, as a strip; new items are dark, old ones pale."""
     ring, in_time, per_env = buffer.ring, buffer.writer.is_chronological, buffer.writer.per_env
     ages = np.full(buffer.capacity, np.nan, np.float32)
     steps = np.broadcast_to(np.arange(len(slots))[::-1, None], slots.shape)
@@ -145,7 +145,7 @@ def _num_anchors(buffer: ReplayBuffer, state: BufferState) -> jax.Array:
 
 
 def _label_lines(axes: Axes, envs: np.ndarray, most: int) -> None:
-    """Names some of the lines by the number of their first environment."""
+    """Labels up to `most` lines with the indices of their first environments, `envs`."""
     shown = np.unique(np.linspace(0, len(envs) - 1, min(len(envs), most)).astype(int))
     axes.set_yticks(shown, [f"{envs[line]:,}" for line in shown] if len(envs) > 1 else [""])
     axes.set_ylabel("environment" if len(envs) > 1 else "")
@@ -155,10 +155,10 @@ def _label_lines(axes: Axes, envs: np.ndarray, most: int) -> None:
 def _episode_table(
     buffer: ReplayBuffer, state: BufferState, stored: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Returns the episodes environment by environment, arrays `[M]`.
+    """Returns arrays `[M]` that describe the episodes, sorted by environment.
 
-    `stop` and `start` count rows, up to 0 behind the newest one; `value` is the return if that is
-    one number, else the length.
+    `start` and `stop` are rows relative to the end of the ring: 0 is after the newest row. `value`
+    is the return if this is one number, else the length.
     """
     every = sorted(facts.stored_episodes(buffer, state), key=lambda episode: episode.environment)
     env = np.array([episode.environment for episode in every])
@@ -180,7 +180,7 @@ def _episode_table(
 
 
 def _episodes(table: dict[str, np.ndarray], stored: np.ndarray, axes: Axes, tone: Tone) -> None:
-    """Draws a bar for each episode, coloured by its return; of very many, means."""
+    """Plots a bar for each episode, coloured by its return; if there are too many, cell means."""
     most, envs = stored.shape
     start, stop, value, ended = (table[name] for name in ("start", "stop", "value", "ended"))
     few = len(value) <= _EPISODE_BARS and envs <= _EPISODE_LINES
@@ -197,7 +197,7 @@ def _episodes(table: dict[str, np.ndarray], stored: np.ndarray, axes: Axes, tone
         corners = np.stack([x, y], axis=2)
         axes.add_collection(_collections.PolyCollection(corners, facecolors=faces, linewidths=0))
     else:
-        # Each row has the value of its episode; a cell is the mean of its rows.
+        # Each row gets the value of its episode; a cell is the mean over its rows.
         dense = np.full((envs, most), np.nan, np.float32)
         with np.errstate(over="ignore"):
             dense[stored.T] = np.repeat(value.astype(np.float32), stop - start)
@@ -231,9 +231,9 @@ def _episodes(table: dict[str, np.ndarray], stored: np.ndarray, axes: Axes, tone
 def _rewards(
     rewards: np.ndarray, stored: np.ndarray, in_time: bool, axes: Axes, tone: Tone
 ) -> None:
-    """Draws means, and a band from the least to the greatest, of rewards `[K, E, parts]`.
+    """Plots the means of rewards `[K, E, parts]` in bins, with a band from least to greatest.
 
-    They are by time, or by slot. NaN and infinite ones are counted, and otherwise left out.
+    The x-axis is time, or the slot if `in_time` is False. Rewards that are not finite are counted.
     """
     rows, envs, parts = rewards.shape
     borders = facts.edges(rows, _REWARD_BINS)
@@ -278,7 +278,7 @@ def _rewards(
 
 
 def _priorities(raw: np.ndarray, axes: Axes, tone: Tone) -> None:
-    """Draws the mean and the greatest priority of the slots of a bin."""
+    """Plots the mean and the greatest of the priorities `raw`, `[N]`, in bins of slots."""
     borders, anchors = facts.edges(len(raw), _PRIORITY_BINS), raw[raw >= 0]
     mean, _, high = map(
         np.nan_to_num, facts.mean_and_bounds(np.where(raw < 0, np.nan, raw), borders)
@@ -306,7 +306,7 @@ def _priorities(raw: np.ndarray, axes: Axes, tone: Tone) -> None:
 
 
 def priority_spread(raw: np.ndarray, masses: np.ndarray, axes: Axes, tone: Tone) -> None:
-    """Draws a histogram of priorities of anchors `[K]`, and the largest ones' share of the mass."""
+    """Plots a histogram of anchors' priorities, and names the largest ones' share of the mass."""
     borders, is_log = facts.bins(raw)
     canvas.bars(axes, borders, facts.histogram(raw, borders), canvas.BLUE)
     axes.set(xlim=(borders[0], borders[-1]), xlabel="priority", ylabel="anchors")
@@ -330,7 +330,7 @@ def priority_spread(raw: np.ndarray, masses: np.ndarray, axes: Axes, tone: Tone)
 
 
 def _draw_counts(counts: np.ndarray, axes: Axes, tone: Tone) -> None:
-    """Draws how often each item was drawn, integers `[K]`."""
+    """Plots a histogram of how often each item was drawn."""
     borders, _ = facts.bins(counts)
     if counts.max() - counts.min() < 60:
         borders = np.arange(counts.min(), counts.max() + 2) - 0.5
