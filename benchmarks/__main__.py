@@ -1,4 +1,4 @@
-"""`python -m benchmarks` is `jrb bench`."""
+"""Runs `jrb bench`, as `python -m benchmarks`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks` and `jrb bench` do."""
+"""The command behind `python -m benchmarks` and `jrb bench`."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Programs compiled for a GPU, whether there is one here or not, and what it would launch."""
+"""Compiles programs for a GPU, even without one, and counts the kernels that it would launch."""
 
 import contextlib
 import re

@@ -1,6 +1,6 @@
-"""The items of all workloads: NumPy arrays, each row of which is told by its number.
+"""The items of all workloads: NumPy arrays, each row of which encodes its own number.
 
-So whoever draws a batch can say which rows it should be, and compare: `numbers` and `rows`.
+A check of a batch can decode the numbers of its rows, and compare them: `numbers` and `rows`.
 """
 
 from collections.abc import Callable

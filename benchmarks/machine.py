@@ -1,4 +1,4 @@
-"""Where something was measured: the machine, and the versions of all that is compared."""
+"""Describes the machine of a measurement, and the versions of the compared libraries."""
 
 import datetime
 import functools

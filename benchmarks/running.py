@@ -1,4 +1,4 @@
-"""Runs the cases of a group: makes the programs, lets them take turns, and tells what came out."""
+"""Runs the cases of a group: makes the programs, times them in turn, and returns the results."""
 
 import contextlib
 import gc

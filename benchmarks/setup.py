@@ -1,4 +1,4 @@
-"""What buffer is wanted: what every peer is told, and what it is filled with."""
+"""The description of a benchmarked buffer for all peers, and the items that fill it."""
 
 import dataclasses
 from collections.abc import Iterator

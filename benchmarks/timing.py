@@ -1,4 +1,4 @@
-"""Times several programs in turn, in one process, so that a drifting machine meets all of them."""
+"""Times several programs in turn, in one process, so that changes of speed affect all alike."""
 
 import dataclasses
 import time

@@ -1,1 +1,1 @@
-"""Programs that use jrb, each of which the tests run."""
+"""Example programs that use jrb. The tests run all of them."""

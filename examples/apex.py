@@ -1,11 +1,11 @@
-"""Ape-X: actors explore and tell how surprised they are, a learner draws what surprises most.
+"""Ape-X: actors in their own processes fill a prioritized buffer, from which a learner samples.
 
     python -m examples.apex      with gymnasium, optax and ray
 
-Four actors play with parameters of their own, from one that seldom explores to one that mostly
-does, and send what they see to a buffer in a process of its own, each to its stream, with first
-priorities. A learner takes batches that were drawn ahead, and sends new priorities back. A limit
-keeps both at one pace, whatever the machine: so many samples for each step of an actor.
+Four actors play with copies of the parameters, and explore at different rates. Each sends its
+transitions, with initial priorities, to its stream of a buffer in another process. The learner
+receives batches that were drawn ahead, and sends new priorities back. A limit fixes the number of
+samples per step of an actor, whatever the speeds of the processes.
 
 Reference: Horgan et al., 2018, "Distributed prioritized experience replay".
 """
@@ -47,7 +47,7 @@ EXAMPLE = {
 
 
 def network(key: jax.Array) -> Any:
-    """Parameters of a network with one hidden layer."""
+    """Returns the initial parameters of a network with one hidden layer."""
     first, second = jax.random.split(key)
     dense = jax.nn.initializers.lecun_uniform()
     return {
@@ -58,33 +58,33 @@ def network(key: jax.Array) -> Any:
 
 
 def values(params: Any, observation: Any) -> Any:
-    """Q of each action, `[..., 2]`; of NumPy for actors, of JAX for the learner."""
+    """Returns the action values `[..., 2]`; in NumPy for actors, in JAX for the learner."""
     hidden = observation @ params["in"] + params["bias"]
     return (hidden * (hidden > 0)) @ params["out"]
 
 
 def epsilon(actor: int) -> float:
-    """How often an actor explores: 0.4^(1 + 7 i / (N - 1)) of the paper."""
+    """Returns an actor's rate of random actions, the paper's 0.4^(1 + 7 i / (N - 1))."""
     return 0.4 ** (1 + 7 * actor / (ACTORS - 1))
 
 
 class Parameters:
-    """What the learner has learned last: an actor of Ray that all others ask."""
+    """A Ray actor that holds the newest parameters for all actors."""
 
     def __init__(self, newest: Any) -> None:
         self._newest = newest
 
     def put(self, newest: Any) -> None:
-        """Other parameters."""
+        """Replaces the parameters by newer ones."""
         self._newest = newest
 
     def get(self) -> Any:
-        """The newest ones."""
+        """Returns the newest parameters."""
         return self._newest
 
 
 class Actor:
-    """Plays one environment, and fills one stream."""
+    """A Ray actor that plays one environment, and sends its transitions to one stream."""
 
     def __init__(self, replay: jrb.remote.Remote, number: int, seed: int) -> None:
         self._replay, self._number = replay, number
@@ -93,7 +93,7 @@ class Actor:
         self._seen, _ = self._world.reset(seed=seed + number)
 
     def play(self, parameters: Any) -> None:
-        """Plays until it is ended."""
+        """Plays until the process is killed."""
         while True:
             params = ray.get(parameters.get.remote())
             steps = [self._step(params) for _ in range(CHUNK)]
@@ -113,7 +113,7 @@ class Actor:
         return {"observation": seen, "action": np.int32(action), "next": after}
 
     def _surprise(self, params: Any, items: Any) -> np.ndarray:
-        """The errors of one step, in absolute numbers, `[T]`."""
+        """Returns the absolute one-step TD errors, `[T]`."""
         after, rows = items["next"], np.arange(CHUNK)
         future = values(params, after["observation"]).max(axis=-1) * ~after["terminated"]
         chosen = values(params, items["observation"])[rows, items["action"]]
@@ -122,7 +122,7 @@ class Actor:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def learn(agent: Any, batch: jrb.Sample) -> tuple[Any, jax.Array]:
-    """One step of the optimizer; and the errors, `[B]`."""
+    """Takes one optimizer step; returns the agent, and the absolute errors `[B]`."""
     params, target, moments = agent
     data, after, rows = batch.data, batch.data["next"], jnp.arange(BATCH)
     best = jnp.argmax(values(params, after["observation"]), axis=-1)
@@ -142,7 +142,7 @@ def learn(agent: Any, batch: jrb.Sample) -> tuple[Any, jax.Array]:
 
 
 def evaluate(params: Any, episodes: int = 10) -> float:
-    """The mean return of an episode without exploration."""
+    """Returns the mean return of episodes without exploration."""
     world, total = gymnasium.make("CartPole-v1", max_episode_steps=MOST), 0.0
     for seed in range(10_000, 10_000 + episodes):
         (seen, _), over = world.reset(seed=seed), False
@@ -154,7 +154,7 @@ def evaluate(params: Any, episodes: int = 10) -> float:
 
 
 def run(steps: int = 6000, seed: int = 0) -> tuple[float, float, dict]:
-    """Trains; the return of an episode before and after, and what the buffer tells of itself."""
+    """Trains; returns the mean returns before and after, and the buffer's statistics."""
     params = network(jax.random.key(seed))
     agent = params, jax.tree.map(jnp.copy, params), optimizer.init(params)
     before = evaluate(jax.device_get(params))
@@ -181,7 +181,7 @@ def run(steps: int = 6000, seed: int = 0) -> tuple[float, float, dict]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6000, help="of the learner")
+    parser.add_argument("--steps", type=int, default=6000, help="number of the learner's steps")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     ray.init(include_dashboard=False)

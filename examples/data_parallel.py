@@ -1,10 +1,10 @@
-"""Data parallelism: each device has its own environments and its own buffer, all share a network.
+"""Data parallelism: each device has its own environments and buffer; all share a network.
 
     python -m examples.data_parallel --devices 8
 
 The values of a random walk are learned by three-step returns from prioritized replay. The states of
-the buffers have a leading axis that is cut over the devices; a verb under `jax.vmap`, inside
-`jax.shard_map`, writes each in place. Only the gradients cross from device to device.
+the buffers have a leading axis that is sharded over the devices; methods under `jax.vmap`, inside
+`jax.shard_map`, write each state in place. Devices exchange only gradients.
 
 Reference: Sutton and Barto, 2018, "Reinforcement learning", example 6.2 (random walk).
 """
@@ -18,15 +18,15 @@ TRUTH = [(room + 1) / (ROOMS + 1) for room in range(ROOMS)]
 
 
 def learner(devices: int, capacity: int = 1024) -> tuple[Any, Any]:
-    """A function that trains for some steps, and what it starts from.
+    """Returns a function that trains for some steps, and its initial arguments.
 
     Args:
-        devices: D, how many devices, each with `WALKS` environments.
-        capacity: transitions held on each device.
+        devices: the number of devices D, each with `WALKS` environments.
+        capacity: the number of transitions on each device.
 
     Returns:
-        From parameters, buffers, environments `[D, ...]` and keys `[D, steps]`, to the first three;
-        and the first three at the start.
+        A function from parameters, buffers and environments `[D, ...]`, and keys `[D, steps]` to
+        new parameters, buffers and environments; and the initial values of these three.
     """
     import jax
     import jax.numpy as jnp
@@ -56,7 +56,7 @@ def learner(devices: int, capacity: int = 1024) -> tuple[Any, Any]:
         return hidden @ params["out"]
 
     def walk(room: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
-        """Every environment goes one room to the left or to the right; beyond the last is 1."""
+        """Moves every environment one room left or right; the reward right of the last is 1."""
         after = room + jnp.where(jax.random.bernoulli(key, shape=room.shape), 1, -1)
         done = (after < 0) | (after >= ROOMS)
         reward = (after >= ROOMS).astype(jnp.float32)
@@ -75,7 +75,7 @@ def learner(devices: int, capacity: int = 1024) -> tuple[Any, Any]:
         return jax.lax.stop_gradient(target) - value(params, batch.data["observation"])
 
     def on_one(params: Any, state: Any, room: jax.Array, key: jax.Array) -> Any:
-        """One step of one device's environments and buffer; the gradient is not applied yet."""
+        """Takes one step with one state; returns state, rooms and a gradient to apply."""
         move, draw = jax.random.split(key)
         room, step = walk(room, move)
         state = buffer.add(state, step)
@@ -86,11 +86,11 @@ def learner(devices: int, capacity: int = 1024) -> tuple[Any, Any]:
         return buffer.update_priority(state, batch, priorities), room, gradient
 
     def on_all(params: Any, states: Any, rooms: jax.Array, keys: jax.Array) -> Any:
-        """Some steps of the buffers that lie on this device, with a leading axis."""
+        """Takes some steps with all states on this device, which have a leading axis."""
 
         def step(carry: Any, keys: jax.Array) -> Any:
             params, states, rooms = carry
-            # Parameters that vary over the devices would have their gradients summed up by `grad`.
+            # `pcast` marks the parameters as varying by device; else `grad` would sum gradients.
             mine = jax.lax.pcast(params, "data", to="varying")
             states, rooms, gradients = jax.vmap(on_one, (None, 0, 0, 0))(mine, states, rooms, keys)
             gradient = jax.lax.pmean(jax.tree.map(lambda leaf: leaf.mean(0), gradients), "data")
@@ -124,7 +124,7 @@ def learner(devices: int, capacity: int = 1024) -> tuple[Any, Any]:
 
 
 def run(devices: int, steps: int = 600, seed: int = 0) -> float:
-    """Trains, and returns the greatest error of a value."""
+    """Trains, and returns the largest error of the learned values."""
     import jax
     import jax.numpy as jnp
 

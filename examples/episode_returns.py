@@ -1,11 +1,11 @@
-"""The return of the whole episode beside each transition, known when the episode ends.
+"""Looks up the return of the complete episode for each sampled transition.
 
-Agents that are conditioned on returns, and those that reward diversity only in good episodes, need
-for each transition what its episode came to. That is not known yet when the transition is written.
-So the item keeps the number of its episode and the return so far, two leaves that never change, and
-a small table beside the buffer keeps the return of each episode from its end on. A batch looks it
-up: exact also for episodes whose first rows were overwritten, with any sampler, unit and storage,
-inside `jit`, `scan` and `vmap`, at the cost of one write of `[E]` numbers a step.
+Agents that are conditioned on returns, and agents that reward diversity only in good episodes, need
+the return of each transition's episode. It is not known when the transition is written. So the item
+stores the position of its episode in a small table, and the return so far; the table stores the
+return of each episode once this has ended. A batch looks it up. The result is exact, even if the
+episode's first rows were overwritten. It works with any sampler, unit and storage, and inside
+`jit`, `scan` and `vmap`. The cost is one write of `[E]` numbers per step.
 
 Reference: Kumar et al., 2020, "One solution is not all you need: few-shot extrapolation via
 structured MaxEnt RL" (SMERL); Srivastava et al., 2019, "Training agents using upside-down
@@ -25,7 +25,7 @@ class EpisodeReturns(NamedTuple):
 
     Attributes:
         total: `[M, E]`, the return of each episode; NaN from its first step until it ends.
-        position: int32 `[E]`, where in `total` the running episode will be.
+        position: int32 `[E]`, the row of `total` for the running episode.
         so_far: `[E]`, the return of the running episode up to now.
     """
 
@@ -35,14 +35,14 @@ class EpisodeReturns(NamedTuple):
 
 
 EXAMPLE = {"position": jnp.zeros((), jnp.int32), "before": jnp.zeros(())}
-"""The leaf that an item needs: where its return will be, and the rewards before it."""
+"""The leaf to add to an item: the index of its return in `total`, and the return before it."""
 
 
 def init(buffer: jrb.ReplayBuffer) -> EpisodeReturns:
-    """Returns a table with room for all episodes of which the buffer can hold a row.
+    """Returns a table that is large enough for all episodes of which the buffer can hold a row.
 
-    R rows of an environment are of R episodes at most, and one more may be running. The writer has
-    to overwrite the oldest items first, as all do but `MaxValue` and `Reservoir`.
+    R rows of an environment belong to at most R episodes, and one more may be running. The writer
+    must overwrite the oldest items first, as all writers except `MaxValue` and `Reservoir` do.
     """
     envs = buffer.num_envs or 1
     room = buffer.capacity // envs + 1
@@ -56,12 +56,12 @@ def init(buffer: jrb.ReplayBuffer) -> EpisodeReturns:
 def step(
     table: EpisodeReturns, reward: jax.Array, ended: jax.Array, stepped: Any = True
 ) -> tuple[EpisodeReturns, dict[str, jax.Array]]:
-    """Takes one step of all environments, `[E]`, and returns the leaf to store with it.
+    """Adds one step of all environments; returns the table, and the leaf to store with the items.
 
     Args:
-        table: the returns until now.
-        reward: `[E]`.
-        ended: bool `[E]`, whether this is the last step, for any reason.
+        table: the returns up to the previous step.
+        reward: the rewards of the step, `[E]`.
+        ended: bool `[E]`, True if this is the last step of an episode, for any reason.
         stepped: bool `[E]`, False where the buffer's mask leaves the step out.
     """
     room, envs = table.total.shape
@@ -80,7 +80,7 @@ def step(
 
 
 def truncate(table: EpisodeReturns, which: jax.Array) -> EpisodeReturns:
-    """Ends the episodes that run in some environments, bool `[E]`, beside `buffer.truncate`."""
+    """Ends the running episodes of environments, bool `[E]`; call it with `buffer.truncate`."""
     room, envs = table.total.shape
     env = jnp.arange(envs, dtype=jnp.int32)
     runs = which & jnp.isnan(table.total[table.position, env])
@@ -93,10 +93,10 @@ def truncate(table: EpisodeReturns, which: jax.Array) -> EpisodeReturns:
 
 
 def look_up(table: EpisodeReturns, leaf: dict[str, jax.Array]) -> tuple[Any, Any, jax.Array]:
-    """Returns the episode's return, the return from this step on, and whether they are known.
+    """Returns the episode's return, the return from this step on, and bool, True if known.
 
-    `leaf` is what `step` returned, as it came from the buffer, `[B]` or `[B, L]`. Of episodes that
-    still run, nothing is known: leave them out of the loss.
+    `leaf` is the sampled leaf of `step`, `[B]` or `[B, L]`. The returns of running episodes are
+    not known: leave these entries out of the loss.
     """
     total = table.total.reshape(-1)[leaf["position"]]
     known = ~jnp.isnan(total)

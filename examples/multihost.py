@@ -1,14 +1,14 @@
-"""Several processes, each with environments and shards of its own, train one network together.
+"""Several processes, each with its own environments and shards, train one network together.
 
     python -m examples.multihost --processes 2 --steps 60 --path /tmp/walks --kill-at 35
 
-starts the processes on this machine, kills one of them in the middle, starts all again from the
-last save, and compares: parameters, buffer and priorities are, bit for bit, those of a run that
-nobody disturbed. On a cluster, start the same on each host, with `--process` and `--coordinator`.
+This command starts the processes on this machine, kills one of them, restarts all from the last
+save, and compares the result with an undisturbed run: parameters, buffer and priorities are equal
+bit for bit. On a cluster, start it on each host with `--process` and `--coordinator`.
 
 The values of a random walk are learned by three-step returns from prioritized replay. Items never
-leave the process whose environments made them; what crosses between processes are gradients, and a
-few numbers of each shard.
+leave the process whose environments made them; processes exchange only gradients, and a few
+statistics of each shard.
 
 Reference: Sutton and Barto, 2018, "Reinforcement learning", example 6.2 (random walk).
 """
@@ -27,12 +27,12 @@ import sys
 from typing import Any
 
 ROOMS, WALKS, SHARDS, BATCH, RATE, EVERY = 5, 16, 4, 64, 0.2, 20
-PATIENCE = 600  # seconds for all that a process does
+PATIENCE = 600  # the maximum seconds of a process
 TRUTH = [(room + 1) / (ROOMS + 1) for room in range(ROOMS)]
 
 
 def build(mesh: Any) -> tuple[Any, Any, Any]:
-    """The buffer in shards, a step of the training, compiled, and what it starts from."""
+    """Returns the sharded buffer, the jitted training step, and its initial arguments."""
     import functools
 
     import jax
@@ -55,7 +55,7 @@ def build(mesh: Any) -> tuple[Any, Any, Any]:
         return jnp.tanh(params["in"][room]) @ params["out"]
 
     def walk(room: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
-        """Every environment goes one room to the left or to the right; beyond the last is 1."""
+        """Moves every environment one room left or right; the reward right of the last is 1."""
         after = room + jnp.where(jax.random.bernoulli(key, shape=room.shape), 1, -1)
         done = (after < 0) | (after >= ROOMS)
         reward = (after >= ROOMS).astype(jnp.float32)
@@ -95,7 +95,7 @@ def build(mesh: Any) -> tuple[Any, Any, Any]:
 
 
 def work(path: pathlib.Path, steps: int, kill_at: int | None) -> str:
-    """What each process does: trains from the last save on. Returns a digest of all at the end."""
+    """Trains from the last save on, in each process; returns a text with error and digest."""
     import jax
     import numpy as np
 
@@ -121,7 +121,7 @@ def work(path: pathlib.Path, steps: int, kill_at: int | None) -> str:
 
 
 def digest(params: Any, state: Any) -> str:
-    """Of the parameters, and of the shards that this process has."""
+    """Returns a digest of the parameters and of this process's shards."""
     import jax
     import numpy as np
 
@@ -133,10 +133,10 @@ def digest(params: Any, state: Any) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody has, of those that the system gives to nobody who does not ask for them.
+    """Returns a free port below those that the system assigns to programs by itself.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: no port is free.
     """
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as free, contextlib.suppress(OSError):
@@ -146,10 +146,10 @@ def free_port() -> int:
 
 
 def launch(path: pathlib.Path, processes: int, steps: int, kill_at: int | None = None) -> list[str]:
-    """Starts the processes, waits for them, and returns what each said; nothing if one was killed.
+    """Runs the processes; returns the last line of each, or nothing if one was to be killed.
 
     Raises:
-        RuntimeError: one of them failed, or did not die where it was to be killed.
+        RuntimeError: a process failed, or was not killed although it should have been.
     """
     coordinator = f"localhost:{free_port()}"
     flags = f"--xla_force_host_platform_device_count={SHARDS // processes}"
@@ -173,14 +173,14 @@ def launch(path: pathlib.Path, processes: int, steps: int, kill_at: int | None =
             return [_said(one, 0).splitlines()[-1] for one in running]
         _said(running[-1], -signal.SIGKILL)
         return []
-    finally:  # the others would wait for one that is dead until they learn of it
+    finally:  # otherwise the others would wait for the dead process
         for one in running:
             one.kill()
             one.communicate()
 
 
 def _said(process: subprocess.Popen[str], code: int) -> str:
-    """What a process has written, when it has ended with this code."""
+    """Waits for a process and returns its output; raises if its exit code is not `code`."""
     told, error = process.communicate(timeout=PATIENCE)
     if process.returncode != code:
         raise RuntimeError(f"a process ended with {process.returncode}:\n{error}")
@@ -188,7 +188,7 @@ def _said(process: subprocess.Popen[str], code: int) -> str:
 
 
 def main(path: pathlib.Path, processes: int, steps: int, kill_at: int) -> tuple[Any, Any]:
-    """What the processes say after a run that was killed and went on, and after another."""
+    """Returns the processes' results of a killed and resumed run, and of an undisturbed one."""
     launch(path / "killed", processes, steps, kill_at)
     resumed = launch(path / "killed", processes, steps)
     return resumed, launch(path / "whole", processes, steps)
@@ -199,8 +199,8 @@ if __name__ == "__main__":
     parser.add_argument("--path", type=pathlib.Path, default=pathlib.Path("walks"))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--kill-at", type=int, help="the step at which the last process dies")
-    parser.add_argument("--process", type=int, help="the number of this process; None starts all")
+    parser.add_argument("--kill-at", type=int, help="the step at which the last process is killed")
+    parser.add_argument("--process", type=int, help="index of this process; if missing, start all")
     parser.add_argument("--coordinator", help="host:port of process 0")
     options = parser.parse_args()
     if options.process is None:

@@ -1,7 +1,7 @@
-"""The quick start of the documentation: an agent learns to catch a ball, is saved, and looked at.
+"""The quick start of the documentation: trains an agent to catch a ball, saves it, and plots.
 
-`python -m examples.quick_start` trains for some seconds, and leaves a folder `quick_start` with the
-saved agent and a picture of its priorities. It needs optax and matplotlib (extra `demo`).
+`python -m examples.quick_start` trains for some seconds, and writes a folder `quick_start` with the
+saved agent and a plot of its priorities. It needs optax and matplotlib (extra `demo`).
 
 Reference: Mnih et al., 2015, "Human-level control through deep reinforcement learning"; Schaul et
 al., 2016, "Prioritized experience replay".
@@ -37,19 +37,19 @@ example = {
 
 # [environment]
 def begun(key):
-    """A ball falls from the top row; the paddle waits in the middle of the bottom row."""
+    """Returns a new world: a ball in the top row, the paddle in the middle of the bottom row."""
     ball = jax.random.randint(key, (), 0, WIDTH)
     return {"ball": ball, "row": jnp.int32(0), "paddle": jnp.int32(WIDTH // 2)}
 
 
 def seen(world):
-    """The board, float32 [HEIGHT * WIDTH]: 1 where ball and paddle are."""
+    """Returns the board, float32 [HEIGHT * WIDTH], 1 at the ball and the paddle."""
     board = jnp.zeros((HEIGHT, WIDTH)).at[world["row"], world["ball"]].set(1.0)
     return board.at[HEIGHT - 1, world["paddle"]].set(1.0).ravel()
 
 
 def stepped(world, action, key):
-    """Action 0 moves left, 1 stays, 2 moves right. A new ball falls after each end."""
+    """Moves the paddle left (action 0), not (1) or right (2); starts a new ball after an end."""
     paddle = jnp.clip(world["paddle"] + action - 1, 0, WIDTH - 1)
     world = {"ball": world["ball"], "row": world["row"] + 1, "paddle": paddle}
     done = world["row"] == HEIGHT - 1
@@ -62,7 +62,7 @@ def stepped(world, action, key):
 
 # [network]
 def values(params, observation):
-    """The value of each action, [..., 3]."""
+    """Returns the value of each action, [..., 3]."""
     hidden = jax.nn.relu(observation @ params["in"] + params["bias"])
     return hidden @ params["out"]
 
@@ -71,7 +71,7 @@ optimizer = optax.adam(1e-3)
 
 
 def learner(key):
-    """Parameters, those of the target network, and the state of the optimizer."""
+    """Returns the parameters of network and target network, and the optimizer's state."""
     one, two = jax.random.split(key)
     params = {
         "in": jax.random.normal(one, (HEIGHT * WIDTH, 64)) * 0.1,
@@ -83,7 +83,7 @@ def learner(key):
 
 
 def loss(params, target, batch):
-    """The weighted squared error of each value, and the errors by themselves, [B]."""
+    """Returns the weighted mean squared error, and the errors, [B]."""
     after = batch.data["next"]
     best = jnp.max(values(target, after["observation"]), axis=-1)
     goal = after["reward"] + batch.info["discount"] * best * (1 - after["done"])
@@ -95,7 +95,7 @@ def loss(params, target, batch):
 
 # [step]
 def train_step(carry, key):
-    """Acts once in every environment, keeps what happened, and learns from a batch."""
+    """Acts once in every environment, stores the transitions, and learns from a batch."""
     agent, replay, worlds, number = carry
     names = ("explore", "act", "worlds", "draw")
     keys = dict(zip(names, jax.random.split(key, 4), strict=True))
@@ -127,13 +127,13 @@ def train_step(carry, key):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def train(carry, keys):
-    """One step for each key, in one program, in which the buffer is written in place."""
+    """Takes a step for each key, in one program that writes the buffer in place."""
     return jax.lax.scan(train_step, carry, keys)
 
 
 # [main]
 def main(folder="quick_start", parts=10):
-    """Trains, saves, loads, plots; returns the share of balls that was caught at last."""
+    """Trains, saves, loads and plots; returns the fraction of balls caught at the end."""
     folder = pathlib.Path(folder)
     start, *keys = jax.random.split(jax.random.key(0), parts + 1)
     worlds = jax.vmap(begun)(jax.random.split(start, ENVS))

@@ -1,8 +1,8 @@
-"""A replay buffer of jrb in Stable-Baselines3, with stable-baselines3 and torch.
+"""A jrb buffer as the replay buffer of Stable-Baselines3; needs stable-baselines3 and torch.
 
     DQN("MlpPolicy", env, replay_buffer_class=JrbBuffer, replay_buffer_kwargs={"unit": ...})
 
-The models stay as they are: DQN, SAC, TD3 and DDPG, with one environment or several, observations
+The models need no change: DQN, SAC, TD3 and DDPG, with one or several environments, observations
 that are arrays or dicts of arrays, time limits and `VecNormalize`.
 """
 
@@ -18,9 +18,9 @@ import jrb
 
 
 class JrbBuffer(ReplayBuffer):
-    """Stores the transitions of an off-policy model; `parts` are those of `jrb.ReplayBuffer`.
+    """Stores the transitions of an off-policy model; `parts` are arguments of `jrb.ReplayBuffer`.
 
-    `buffer` and `state` are for all that jrb has beyond Stable-Baselines3, such as
+    Use its attributes `buffer` and `state` for jrb's other functions, such as
     `jrb.save(path, replay.buffer, replay.state)`.
     """
 
@@ -35,7 +35,7 @@ class JrbBuffer(ReplayBuffer):
         handle_timeout_termination: bool = True,
         **parts: Any,
     ):
-        # Not the arrays of the base, which models ask for when they load.
+        # Skip the base class's own __init__, which would allocate its arrays.
         super(ReplayBuffer, self).__init__(
             buffer_size // n_envs, observation_space, action_space, device, n_envs
         )
@@ -49,7 +49,7 @@ class JrbBuffer(ReplayBuffer):
         limits = [info.get("TimeLimit.truncated", False) for info in infos]
         truncated = np.array(limits, bool) & self.handle_timeout_termination
         action = action.reshape(self.n_envs, self.action_dim)
-        terminated = (done & ~truncated).astype(np.float32)  # as the losses take it
+        terminated = (done & ~truncated).astype(np.float32)  # the losses multiply by it
         step = jrb.transition(obs, action, next_obs, reward, terminated, truncated)
         if self.state is None:
             one = jax.tree.map(lambda leaf: leaf[0], step)
@@ -57,14 +57,14 @@ class JrbBuffer(ReplayBuffer):
         self.state = jrb.jitted(self.buffer).add(self.state, step)
 
     def sample(self, batch_size: int, env: Any = None) -> ReplayBufferSamples:
-        """Returns tensors; those on the CPU share the memory of the arrays that were sampled."""
+        """Returns a batch as tensors; on the CPU they share the memory of the sampled arrays."""
         # The model seeds this generator, so its seed decides the batches.
         seed = np.random.randint(2**32, dtype=np.uint32)  # noqa: NPY002
         return self._get_samples(jrb.jitted(self.buffer).sample(self.state, seed, batch_size), env)
 
     def _get_samples(self, batch: Any, env: Any = None) -> ReplayBufferSamples:
-        # Columns are made of tensors, or of NumPy's arrays where `env` normalizes them: each
-        # operation on an array of JAX would be a program of its own.
+        # Reshape tensors, or NumPy arrays if `env` normalizes them: on a JAX array, each operation
+        # would compile and run its own program.
         convert = jrb.to_torch if env is None else functools.partial(jax.tree.map, np.array)
         data, info = convert((batch.data, batch.info))
         after, column = data["next"], lambda leaf: leaf.reshape(-1, 1)
@@ -79,10 +79,10 @@ class JrbBuffer(ReplayBuffer):
         return jax.tree.map(lambda leaf: leaf.to(self.device), jrb.to_torch(samples))
 
     def size(self) -> int:
-        """Returns how many steps of each environment are stored."""
+        """Returns the number of stored steps of each environment."""
         return 0 if self.state is None else int(self.buffer.size(self.state)) // self.n_envs
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Removes all transitions."""
         super().reset()
         self.state = None

@@ -1,11 +1,11 @@
-"""Q-learning from vector environments of Gymnasium, in which no step is stored that is none.
+"""Q-learning from vector environments of Gymnasium, without storing their reset steps.
 
     python -m examples.vector_environments      with gymnasium and optax
 
-By default such environments begin a new episode in the step after the one that ended the last: its
-action is ignored, and what it returns is where the next episode begins. That step is no transition.
-With `writer=jrb.PerEnvironment()` a mask leaves it out for the environments that began
-anew, as if they had not stepped; all others are stored.
+By default, such an environment resets in the step after the last one of an episode: this step
+ignores the action and returns the first observation of the next episode. It is not a transition.
+With `writer=jrb.PerEnvironment()`, a mask leaves it out for the environments that reset, and the
+steps of all others are stored.
 
 Reference: Mnih et al., 2015, "Human-level control through deep reinforcement learning"; van Hasselt
 et al., 2016, "Deep reinforcement learning with double Q-learning".
@@ -39,14 +39,14 @@ optimizer = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(RATE))
 
 
 def environments() -> gymnasium.vector.VectorEnv:
-    """Poles to be balanced; each begins anew in the step after its end."""
+    """Returns CartPole environments, each of which resets in the step after its end."""
     mode = gymnasium.vector.AutoresetMode.NEXT_STEP
     make = lambda: gymnasium.make("CartPole-v1", max_episode_steps=MOST)
     return gymnasium.vector.SyncVectorEnv([make] * ENVS, autoreset_mode=mode)
 
 
 def network(key: jax.Array) -> Any:
-    """Parameters of a network with one hidden layer."""
+    """Returns the initial parameters of a network with one hidden layer."""
     first, second = jax.random.split(key)
     dense = jax.nn.initializers.lecun_uniform()
     return {
@@ -57,14 +57,14 @@ def network(key: jax.Array) -> Any:
 
 
 def values(params: Any, observation: jax.Array) -> jax.Array:
-    """Q of each action, `[..., 2]`."""
+    """Returns the action values, `[..., 2]`."""
     hidden = jax.nn.relu(observation @ params["in"] + params["bias"])
     return hidden @ params["out"]
 
 
 @jax.jit
 def act(params: Any, observation: jax.Array, key: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """Actions `[E]`, now and then random ones."""
+    """Returns epsilon-greedy actions `[E]`."""
     coin, which = jax.random.split(key)
     random = jax.random.randint(which, (ENVS,), 0, 2)
     explores = jax.random.bernoulli(coin, epsilon, (ENVS,))
@@ -73,7 +73,7 @@ def act(params: Any, observation: jax.Array, key: jax.Array, epsilon: jax.Array)
 
 @functools.partial(jax.jit, donate_argnames="state")
 def learn(agent: Any, state: jrb.BufferState, key: jax.Array) -> Any:
-    """One step of the optimizer."""
+    """Takes one optimizer step; returns the agent and the buffer's state."""
     params, target, moments = agent
     batch = buffer.sample(state, key)
     data, after = batch.data, batch.data["next"]
@@ -92,7 +92,7 @@ def learn(agent: Any, state: jrb.BufferState, key: jax.Array) -> Any:
 
 
 def evaluate(params: Any, seed: int = 10_000) -> float:
-    """The mean return of an episode in each environment, without exploration."""
+    """Returns the mean return of one episode in each environment, without exploration."""
     world, total, running = environments(), np.zeros(ENVS), np.ones(ENVS, bool)
     seen, _ = world.reset(seed=seed)
     while running.any():
@@ -104,7 +104,7 @@ def evaluate(params: Any, seed: int = 10_000) -> float:
 
 
 def run(steps: int = 4000, seed: int = 0) -> tuple[float, float, jrb.BufferState]:
-    """Trains; the return of an episode before and after, and what the buffer holds then."""
+    """Trains; returns the mean returns before and after, and the final state of the buffer."""
     key, first = jax.random.split(jax.random.key(seed))
     params = network(first)
     agent, methods, state = (params, params, optimizer.init(params)), jrb.jitted(buffer), None
@@ -120,7 +120,7 @@ def run(steps: int = 4000, seed: int = 0) -> tuple[float, float, jrb.BufferState
         row = {"observation": seen, "action": action, "next": following}
         if state is None:
             state = methods.init(jax.tree.map(lambda leaf: leaf[0], row))
-        state = methods.add(state, row, mask=~ended)  # those that had ended only began anew
+        state = methods.add(state, row, mask=~ended)  # environments that had ended only reset
         seen, ended = observation, terminated | truncated
         if step * ENVS >= ENOUGH:
             agent, state = learn(agent, state, learning)
@@ -129,7 +129,7 @@ def run(steps: int = 4000, seed: int = 0) -> tuple[float, float, jrb.BufferState
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4000, help="of each environment")
+    parser.add_argument("--steps", type=int, default=4000, help="steps of each environment")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     before, after, _ = run(options.steps, options.seed)

@@ -1,7 +1,7 @@
-"""A storage of one's own: items in compressed arrays of zarr, in a folder.
+"""A custom storage: items in compressed zarr arrays, in a folder.
 
-Two methods say how rows are written and read; all else is `jrb.storages.HostArrays`: the verbs
-inside `jit` and outside, units, samplers, checkpoints, and old states that are refused.
+Two methods write and read rows. The base class `jrb.storages.HostArrays` does all else: it works
+inside and outside `jit`, with all units and samplers, with checkpoints, and rejects old states.
 """
 
 from typing import Any, ClassVar
@@ -18,11 +18,11 @@ from jrb.types import component
 
 
 class ZarrRows(PlainRows):
-    """An array `[N, ...]` of zarr for each leaf, 256 rows a chunk."""
+    """The rows of all leaves: a zarr array `[N, ...]` for each, in chunks of 256 rows."""
 
     def __init__(self, path: str, capacity: int, spec: Any) -> None:
         super().__init__(capacity, spec)
-        group = zarr.open_group(path, mode="w-")  # raises if there is one
+        group = zarr.open_group(path, mode="w-")  # raises if the path exists
         self.arrays: list[Any] = [
             group.create_array(
                 name, shape=(capacity, *leaf.shape), chunks=(256, *leaf.shape), dtype=leaf.dtype
@@ -31,25 +31,25 @@ class ZarrRows(PlainRows):
         ]
 
     def write_rows(self, slots: np.ndarray, leaves: list[np.ndarray]) -> None:
-        """Rows at distinct slots."""
+        """Writes rows at distinct slots."""
         for array, leaf in zip(self.arrays, leaves, strict=True):
             array.oindex[slots] = leaf
 
     def read_rows(self, leaf: int, slots: np.ndarray) -> np.ndarray:
-        """Rows at slots in any order; each chunk is read once."""
+        """Returns the rows of a leaf at slots in any order; reads each chunk once."""
         distinct, places = np.unique(slots, return_inverse=True)
         return self.arrays[leaf].oindex[distinct][places]
 
 
 @component
 class ZarrStorage(HostArrays):
-    """Keeps items in a group of zarr at a new path."""
+    """A storage that keeps items in a zarr group at a new path."""
 
     path: str
-    unbound: ClassVar[tuple[str, ...]] = ("path",)  # a checkpoint may be loaded to another one
+    unbound: ClassVar[tuple[str, ...]] = ("path",)  # may change when a checkpoint is loaded
 
     def make_rows(self, ring: Ring, spec: Any, is_chronological: bool) -> ZarrRows:
-        """Arrays of zeros."""
+        """Returns rows of zeros."""
         return ZarrRows(self.path, ring.capacity, spec)
 
 

@@ -1,4 +1,4 @@
-"""Programs that are no comparison of peers: each a module with `run`, and figures of its own."""
+"""Benchmarks without peers: each is a module with `run`, and has results of its own form."""
 
 import importlib
 import pathlib

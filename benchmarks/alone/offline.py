@@ -1,9 +1,9 @@
-"""Behaviour cloning: a policy that does what a dataset has recorded, played in the environment.
+"""Behaviour cloning: a policy that imitates a dataset, evaluated in the environment.
 
-It needs gymnasium and optax, and a checkout, which has the set.
+It needs gymnasium and optax, and a checkout of the repository, which has the dataset.
 
-The set is opened, made a buffer, and drawn from in one jitted scan. After each part of the training
-the policy plays some episodes, in each of which it does what it finds most likely.
+The dataset is opened, loaded into a buffer, and sampled in one jitted scan. After each part of the
+training, the policy plays some episodes, in which it takes the most likely actions.
 
 Reference: Pomerleau, 1991, "Efficient training of artificial neural networks for autonomous
 navigation".

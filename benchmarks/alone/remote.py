@@ -1,7 +1,7 @@
-"""A buffer served over Ray beside Ray alone and TorchRL's: adds, draws, small items.
+"""A buffer served over Ray, compared with Ray alone and TorchRL: adds, draws, small items.
 
-It starts a small cluster of its own. What is compared runs in turn, round after round: the best and
-the median of all rounds are told, as the machine may have other things to do.
+The benchmark starts a small Ray cluster. The compared programs run in turn, round after round. It
+reports the best and the median of all rounds, because other programs may load the machine.
 """
 
 import collections

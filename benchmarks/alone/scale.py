@@ -1,8 +1,8 @@
-"""What each verb costs from 10^4 to 10^8 transitions, alone and in eight shards on one device.
+"""The time of each method from 10^4 to 10^8 transitions, in one buffer and in eight shards.
 
-Items are one float32, so that what is timed is jrb's own work: 16 environments, batches of 256.
-All programs of one N take turns; told are the least time of the rounds, and their median.
-At most 7.2 GB of states are alive at a time.
+Items are one float32, so that only jrb's own work is timed: 16 environments, batches of 256, one
+device. All programs of one N take turns; the least time of the rounds and their median are
+reported. At most 7.2 GB of states are alive at a time.
 """
 
 from collections.abc import Callable

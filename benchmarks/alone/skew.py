@@ -1,9 +1,9 @@
-"""Draws from 256 shards of unlike priorities, beside those from one buffer of the same items.
+"""Samples of 256 shards with unequal priorities, compared with one buffer of the same items.
 
-All shards lie on one device: what is drawn does not depend on where they lie. Told are the greatest
-relative error of a weight against its formula in float64, and how far weighted means of a batch
-spread, over those of one buffer: a ratio of standard deviations, 1 if shards cost nothing. N =
-4,096 items, B = 1,024.
+All shards are on one device, because samples do not depend on devices. The benchmark reports the
+greatest relative error of a weight against its formula in float64, and the standard deviation of
+weighted batch means relative to that of one buffer: 1 if sharding adds no variance. N = 4,096
+items, B = 1,024.
 """
 
 from typing import Any

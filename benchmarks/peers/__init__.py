@@ -1,4 +1,4 @@
-"""Who is compared. A new peer is a class in a file here, and a line below."""
+"""The libraries that are compared. A new peer is a class in a file here, and a line below."""
 
 from .brax import Brax
 from .cpprb import Cpprb

@@ -1,4 +1,4 @@
-"""flashbax: item buffers for transitions, trajectory buffers for what lies in time."""
+"""flashbax: item buffers for transitions, trajectory buffers for windows and n-step returns."""
 
 import functools
 from typing import Any

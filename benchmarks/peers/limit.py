@@ -1,4 +1,4 @@
-"""What no buffer can do without: a row written, a gather, and a scatter, with indices given."""
+"""The least work of a buffer on a device: write a row, gather and scatter, at given indices."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Plain NumPy, as one writes it oneself: arrays, a cursor, and a sum-tree that is vectorised."""
+"""A typical hand-written buffer in NumPy: arrays, a cursor, and a vectorised sum-tree."""
 
 from typing import Any
 

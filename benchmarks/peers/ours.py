@@ -1,4 +1,4 @@
-"""jrb itself."""
+"""jrb itself, as a peer."""
 
 from collections.abc import Callable
 from typing import Any

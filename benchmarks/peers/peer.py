@@ -1,4 +1,4 @@
-"""What a peer is: a library that makes full buffers, all with the same three verbs."""
+"""The base class of peers: libraries that make full buffers with the same three methods."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a buffer in NumPy cannot do without: rows written, `take`, and `device_put`."""
+"""The least work of a buffer in NumPy: write rows, `take`, and `device_put`."""
 
 import itertools
 from typing import Any

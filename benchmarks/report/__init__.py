@@ -1,1 +1,1 @@
-"""What becomes of figures: files of JSON, tables in Markdown, plots. Reading needs no JAX."""
+"""Writes results as JSON files, Markdown tables and plots. Reading them needs no JAX."""

@@ -1,4 +1,4 @@
-"""Results in files: one of JSON for each group."""
+"""Writes and reads results, one JSON file for each group."""
 
 import json
 import pathlib

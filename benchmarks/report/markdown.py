@@ -1,4 +1,4 @@
-"""Results as tables in Markdown: a row for each case, a column for each peer."""
+"""Formats results as Markdown tables: a row for each case, a column for each peer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tables of the groups that stand alone, which have columns of their own; and whole reports."""
+"""Tables of the groups without peers, which have their own columns; and complete reports."""
 
 from collections.abc import Callable
 from typing import Any

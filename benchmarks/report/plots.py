@@ -1,4 +1,4 @@
-"""Results as pictures: lines against N where sizes are compared, else a mark for each peer."""
+"""Plots results: lines against N for groups that compare sizes, else a mark for each peer."""
 
 import pathlib
 from collections.abc import Callable, Sequence

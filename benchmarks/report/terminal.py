@@ -1,4 +1,4 @@
-"""Results as people read them in a terminal: a heading for each case, a line for each program."""
+"""Prints results in a terminal: a heading for each case, a line for each program."""
 
 from typing import Any
 

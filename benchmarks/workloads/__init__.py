@@ -1,4 +1,4 @@
-"""What is compared. A new workload is a module here, with `cases`, and a line below."""
+"""The workloads that are compared. A new one is a module here with `cases`, and a line below."""
 
 import importlib
 from types import ModuleType

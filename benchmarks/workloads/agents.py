@@ -1,4 +1,4 @@
-"""Many agents side by side under vmap, each with a buffer of its own."""
+"""Many agents under vmap, each with its own buffer."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""One call a verb in a Python loop that waits for each result: jitted on the device."""
+"""One jitted call per method, in a Python loop that waits for each result."""
 
 from collections.abc import Iterator
 

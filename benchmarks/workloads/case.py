@@ -1,4 +1,4 @@
-"""What a workload is: cases, each a few programs that take turns."""
+"""The cases of a workload: each has a few programs that are timed in turn."""
 
 import contextlib
 import dataclasses

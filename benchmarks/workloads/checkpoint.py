@@ -1,4 +1,4 @@
-"""Checkpoints of frames: beside the bytes in plain files, Orbax, and flashbax's Vault."""
+"""Checkpoints of frames, compared with plain files of bytes, Orbax, and flashbax's Vault."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What it takes to trace, lower and compile a scan of steps, with fresh caches."""
+"""The time to trace, lower and compile a scan of steps, with empty caches."""
 
 import gc
 from collections.abc import Iterator

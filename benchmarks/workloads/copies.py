@@ -1,4 +1,4 @@
-"""What the machine copies: on the device, to it and from it, and to the disk and back."""
+"""The machine's copy speeds: on the device, to and from it, and to and from the disk."""
 
 import os
 from collections.abc import Callable, Iterator

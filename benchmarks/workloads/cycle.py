@@ -1,4 +1,4 @@
-"""A training step: add 64, sample 256, update 256 priorities, beside every peer."""
+"""A training step: add 64, sample 256, update 256 priorities, compared with every peer."""
 
 from collections.abc import Iterator
 

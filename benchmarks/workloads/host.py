@@ -1,4 +1,4 @@
-"""Storages on the host: draws of 256 frames from files, from memory half on the device, ahead."""
+"""Storages on the host: samples of 256 frames from files, with prefetch, or from memory."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""rejax's DQN on CartPole, with its own replay buffer, or with jrb in its place."""
+"""rejax's DQN on CartPole, with its own replay buffer, and with jrb's instead."""
 
 import functools
 from typing import Any

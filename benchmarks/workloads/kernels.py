@@ -1,4 +1,4 @@
-"""Kernels that a verb is on a GPU, as compiled for one, which need not be there."""
+"""The number of GPU kernels of each method, compiled for a GPU that need not be present."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

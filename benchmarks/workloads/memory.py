@@ -1,4 +1,4 @@
-"""The bytes that a transition takes, with all that is known of it."""
+"""The bytes of memory per transition, including all state of the buffer."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""From a peer's full buffer to a program: verbs in a jitted scan, or one call a verb in Python."""
+"""Makes programs of a peer's full buffer: methods in a jitted scan, or called from Python."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The memory that a block of code needs on top of what there was."""
+"""Measures the additional memory that a block of code needs."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""`sample` calls of 128 of 100,000 items in a Python loop, as TorchRL measures its own buffers."""
+"""`sample` of 128 of 100,000 items in a Python loop, as TorchRL benchmarks its own buffers."""
 
 import contextlib
 import tempfile

@@ -1,4 +1,4 @@
-"""Whole trainings, seconds a step of the environments: the same loop, each with its own buffer."""
+"""Complete trainings, in seconds per environment step: one loop with the buffer of each peer."""
 
 import importlib.util
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What one draw stands for: n-step returns, windows, stacks; and draws that consume."""
+"""Samples of n-step returns, windows and frame stacks, and of samplers that consume items."""
 
 from collections.abc import Iterator
 

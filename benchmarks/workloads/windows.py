@@ -1,4 +1,4 @@
-"""Draws of 32 windows of 64 steps, beside the bare gather of as many rows."""
+"""Samples of 32 windows of 64 steps, compared with a plain gather of as many rows."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Agents in one file each, which learn inside one jitted function; see docs/agents.md.
+"""Agents, one in each file, whose whole training is one jitted function; see docs/agents.md.
 
 They need the extra `agents`.
 """

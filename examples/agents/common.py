@@ -1,7 +1,7 @@
-"""Command line, figures and curves of the agents: all that is not about learning.
+"""The command line, learning curves and plots that all agents share.
 
-An agent is a function `train(key, config, *inputs)`, pure and traceable, that returns its learning
-curve, float32 `[points]`: mean returns at points that divide the training evenly. E environments.
+An agent is a pure, traceable function `train(key, config, *inputs)`. It returns its learning curve,
+float32 `[points]`: mean returns in parts of the training of equal length. E environments.
 """
 
 import argparse
@@ -16,10 +16,10 @@ import numpy as np
 
 
 def track(returns: jax.Array, reward: jax.Array, ended: jax.Array) -> tuple[jax.Array, Any]:
-    """Adds a step `[E]` to the returns of running episodes.
+    """Adds the rewards `[E]` of a step to the returns of the running episodes.
 
-    Returns the returns `[E]` so far, 0 where an episode ended, and the sum and number of returns of
-    the episodes that ended in this step, for `curve`.
+    Returns the new returns `[E]`, 0 where an episode ended; and, for `curve`, the sum of the
+    returns of the episodes that ended in this step, and their number.
     """
     returns = returns + reward
     ends = jnp.sum(jnp.where(ended, returns, 0.0)), jnp.sum(ended)
@@ -27,10 +27,10 @@ def track(returns: jax.Array, reward: jax.Array, ended: jax.Array) -> tuple[jax.
 
 
 def curve(ends: tuple[jax.Array, jax.Array], points: int) -> jax.Array:
-    """Returns the mean return of the episodes that ended in each of `points` parts `[points]`.
+    """Returns the mean return of the episodes that ended in each part of a training, `[points]`.
 
-    `ends` are the second results of `track` of all steps, stacked by `lax.scan`. Steps behind the
-    last whole part are left out. A part in which no episode ended is NaN.
+    `ends` are the second results of `track` of all steps, stacked by `lax.scan`. Steps after the
+    last full part are left out. A part in which no episode ended is NaN.
     """
     size = len(ends[1]) // points
     total, number = (leaf[: points * size].reshape(points, size).sum(axis=1) for leaf in ends)
@@ -38,13 +38,13 @@ def curve(ends: tuple[jax.Array, jax.Array], points: int) -> jax.Array:
 
 
 def compiled(train: Callable, config: Any, keys: jax.Array, *inputs: Any) -> Any:
-    """Returns the program that trains one agent for each key, all of them under `vmap`.
+    """Returns the compiled program that trains one agent for each key, under `vmap`.
 
-    All agents share the `inputs`, pytrees of arrays such as the state of a buffer that is only
-    read. The program takes keys and inputs.
+    All agents share the `inputs`, pytrees of arrays such as the state of a read-only buffer. The
+    program's arguments are the keys and the inputs.
 
-    Small networks do not need XLA's pool of threads for matrices. With it, one of about ten such
-    programs never came to an end on a CPU of two cores: all of its threads waited.
+    XLA's thread pool for matrix products is switched off. Small networks do not need it, and with
+    it, about one in ten programs never ended on a CPU of two cores: all of its threads waited.
     """
     with jax.numpy_dtype_promotion("standard"):  # environments and optimizers mix dtypes
         each = lambda keys, *inputs: jax.vmap(lambda key: train(key, config, *inputs))(keys)
@@ -57,7 +57,7 @@ def run(
 ) -> tuple[np.ndarray, float]:
     """Trains one agent for each seed, all in one program under `vmap`.
 
-    Returns the curves, float32 `[seeds, points]`, and the seconds without compilation.
+    Returns the learning curves, float32 `[seeds, points]`, and the seconds without compilation.
     """
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
     program = compiled(train, config, keys, *inputs)
@@ -72,12 +72,12 @@ def main(
     """Trains with the options of the command line, prints the results, and plots the curves.
 
     Args:
-        train: the agent.
-        config: its frozen dataclass, of which `--steps` replaces `steps`. Fields that are True or
-            False have options too, such as `--no-memory` for `memory`.
+        train: the agent's function.
+        config: the agent's config, a frozen dataclass. The option `--steps` replaces its `steps`,
+            and bool fields have options too, such as `--no-memory` for `memory`.
         random_return: the mean return of a policy that acts at random.
-        inputs: of the agent, beside key and config.
-        unit: what `steps` counts.
+        inputs: further arguments of the agent after key and config.
+        unit: the unit of `steps`, for texts.
 
     Returns:
         The final return of each seed: the mean over the last tenth of its curve.
@@ -106,10 +106,10 @@ def main(
 
 
 def plot(path: str, curves: np.ndarray, steps: int, random_return: float, unit: str) -> None:
-    """Draws the mean curve, a band of one standard deviation, and the return of random actions."""
+    """Plots the mean curve, a band of one standard deviation, and the return of random actions."""
     from matplotlib.figure import Figure
 
-    ink, blue = "#808890", "#3b82f6"  # can be read on light and dark pages
+    ink, blue = "#808890", "#3b82f6"  # readable on light and dark pages
     figure = Figure(figsize=(6, 3), layout="constrained")
     axes = figure.subplots()
     x = np.linspace(0, steps, curves.shape[1] + 1)[1:]

@@ -1,15 +1,15 @@
-"""A small Dreamer on Catch: a world model, and a policy that is learned in what the model imagines.
+"""A small Dreamer on Catch: a world model, and a policy that learns from the model's predictions.
 
     python -m examples.agents.dreamer        with optax, flax and gymnax
 
 The world model is recurrent. The state h of a row and its observation give a random code z; h, z
-and the action give the h of the next row. The policy is learned from imagined steps that start at
-the rows of a batch. One half of each batch is the newest windows, each of them once (a queue), the
-other half any that are stored. Windows continue into the next episode. Each row is stored with its
-h, so that windows can start anywhere; the h that are computed again are written back.
+and the action give the h of the next row. The policy learns from imagined steps that start at the
+rows of a batch. One half of each batch is new windows, each sampled once (a queue), the other half
+is sampled uniformly. Windows continue into the next episode. Each row is stored with its h, so that
+windows can start anywhere; newly computed h are written back to the buffer.
 
 Reference: Hafner et al., 2023, "Mastering diverse domains through world models" (DreamerV3). This
-one is without symlog, scaling of returns, and the slow critic.
+agent lacks symlog, the scaling of returns, and the slow critic.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ class Config:
     """The hyperparameters; `steps` are those of all environments together."""
 
     steps: int = 40_000
-    points: int = 20  # of the learning curve
+    points: int = 20  # points of the learning curve
     num_envs: int = 8
     rollout: int = 2  # steps of each environment between two updates, and the stride of windows
     capacity: int = 16_384
-    length: int = 12  # of windows
+    length: int = 12  # steps of a window
     horizon: int = 8  # imagined steps
     width: int = 64
     groups: int = 8  # one-hot vectors in a code, each of `classes` numbers
@@ -51,7 +51,7 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of all networks: world model, policy and critic."""
+        """The numbers of inputs and outputs of each network, by name."""
         code = self.groups * self.classes
         feature = self.width + code
         return {
@@ -59,20 +59,20 @@ class Config:
             "prior": (self.width, code),  # from h to z
             "posterior": (self.width + PIXELS, code),  # from h and observation to z
             "pixels": (feature, PIXELS),
-            "outcome": (feature + ACTIONS, 2),  # reward, and whether the episode continues
+            "outcome": (feature + ACTIONS, 2),  # the reward, and the logit that no end follows
             "actor": (feature, ACTIONS),
             "critic": (feature, 1),
         }
 
 
 def network(config: Config, name: str) -> nn.Module:
-    """Returns a network: a recurrent cell, or a perceptron with one hidden layer."""
+    """Returns a network by name: the recurrent cell, or a perceptron with one hidden layer."""
     layers = [nn.Dense(config.width), nn.LayerNorm(), nn.silu, nn.Dense(config.sizes[name][1])]
     return nn.GRUCell(config.width) if name == "cell" else nn.Sequential(layers)
 
 
 def apply(config: Config, params: Any, name: str, *inputs: jax.Array) -> jax.Array:
-    """Applies a perceptron to inputs `[..., n]`, of which the last axes are joined."""
+    """Applies a perceptron to inputs `[..., n]`, concatenated along the last axis."""
     return network(config, name).apply(params[name], jnp.concatenate(inputs, axis=-1))
 
 
@@ -83,13 +83,13 @@ def advance(config: Config, params: Any, h: Any, z: jax.Array, action: jax.Array
 
 
 def code_log_probs(config: Config, logits: jax.Array) -> jax.Array:
-    """Returns log-probabilities `[..., G, C]`, none below that of 1 % random codes."""
+    """Returns log-probabilities `[..., G, C]` of codes, mixed with 1 % of uniform ones."""
     logits = logits.reshape(*logits.shape[:-1], config.groups, config.classes)
     return jnp.log(0.99 * jax.nn.softmax(logits) + 0.01 / config.classes)
 
 
 def sample_code(log_probs: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns random codes `[..., G * C]`, with the gradient of their probabilities."""
+    """Returns random codes `[..., G * C]`, with the straight-through gradient."""
     probs = jnp.exp(log_probs)
     code = jax.nn.one_hot(jax.random.categorical(key, log_probs), log_probs.shape[-1])
     code = code + probs - jax.lax.stop_gradient(probs)
@@ -97,7 +97,7 @@ def sample_code(log_probs: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def make_buffer(config: Config) -> jrb.ReplayBuffer:
-    """Returns the buffer; half of a batch is a new window of each environment."""
+    """Returns the replay buffer; half of a batch is a new window of each environment."""
     return jrb.ReplayBuffer(
         capacity=config.capacity,
         num_envs=config.num_envs,
@@ -125,7 +125,7 @@ def act(config: Config, params: Any, carry: Any, key: jax.Array) -> tuple[Any, A
 
 
 def model_losses(config: Config, params: Any, batch: jrb.Sample, key: jax.Array) -> Any:
-    """Returns the loss of the world model, and h and z of all rows `[B, L, ...]`."""
+    """Returns the loss of the world model, and the h and z of all rows, `[B, L, ...]`."""
     data, call = batch.data, functools.partial(apply, config, params)
 
     def one(h: jax.Array, row: Any) -> tuple[jax.Array, Any]:
@@ -141,7 +141,7 @@ def model_losses(config: Config, params: Any, batch: jrb.Sample, key: jax.Array)
     outputs = jax.lax.scan(one, data["h"][:, 0], rows)[1]
     h, z, posterior = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), outputs)
     prior, fixed = code_log_probs(config, call("prior", h)), jax.lax.stop_gradient
-    # The prior learns more than the posterior, which would otherwise forget what it has seen.
+    # The prior learns faster; else the posterior would lose information about observations.
     kl = lambda p, q: jnp.maximum((jnp.exp(p) * (p - q)).sum(axis=(-2, -1)), config.free_nats)
     loss = 0.5 * kl(fixed(posterior), prior) + 0.1 * kl(posterior, fixed(prior))
     entropy = optax.sigmoid_binary_cross_entropy
@@ -153,7 +153,7 @@ def model_losses(config: Config, params: Any, batch: jrb.Sample, key: jax.Array)
 
 
 def imagine(config: Config, params: Any, h: jax.Array, z: jax.Array, key: jax.Array) -> Any:
-    """Returns `[T + 1, B]` features, and `[T, B]` actions, rewards and discounts of T steps."""
+    """Imagines T steps; returns `[T + 1, B]` features, `[T, B]` actions, rewards and discounts."""
 
     def one(carry: Any, key: jax.Array) -> tuple[Any, Any]:
         h, z = carry
@@ -173,7 +173,7 @@ def imagine(config: Config, params: Any, h: jax.Array, z: jax.Array, key: jax.Ar
 
 
 def policy_losses(config: Config, params: Any, h: Any, z: Any, key: jax.Array) -> jax.Array:
-    """Returns the loss of policy and critic in steps that are imagined from all rows."""
+    """Returns the loss of policy and critic on imagined steps that start at all rows."""
     flat = lambda leaf: leaf.reshape(-1, leaf.shape[-1])
     steps = imagine(config, params, flat(h), flat(z), key)
     feature, action, reward, discount = jax.lax.stop_gradient(steps)
@@ -190,13 +190,13 @@ def policy_losses(config: Config, params: Any, h: Any, z: Any, key: jax.Array) -
     chosen = jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
     entropy = -(jnp.exp(log_probs) * log_probs).sum(axis=-1)
     loss = (values[:-1] - targets) ** 2 / 2 - chosen * (targets - fixed[:-1])
-    # A step counts as much as it is probable that the episode has not ended before it.
+    # A step's weight is the product of the discounts before it, which include chances of an end.
     weights = jnp.cumprod(discount, axis=0) / discount
     return jnp.mean(weights * (loss - config.entropy * entropy))
 
 
 def learn(config: Config, learner: Any, state: jrb.BufferState, key: jax.Array) -> Any:
-    """Updates the networks, and the h that are stored in the windows."""
+    """Updates the networks, and the stored h of the sampled windows."""
     (params, moments), buffer, keys = learner, make_buffer(config), jax.random.split(key, 3)
     state, batch = buffer.draw(state, keys[0])
 
@@ -212,7 +212,7 @@ def learn(config: Config, learner: Any, state: jrb.BufferState, key: jax.Array) 
 
 
 def train(key: jax.Array, config: Config) -> jax.Array:
-    """Trains an agent; returns the returns of its training episodes, `[points]`."""
+    """Returns the learning curve of one training, the returns of its episodes, `[points]`."""
     keys, buffer = jax.random.split(key, 4), make_buffer(config)
     envs = jax.random.split(keys[0], config.num_envs)
     pixels, env_state = jax.vmap(ENV.reset, in_axes=(0, None))(envs, ENV_PARAMS)

@@ -1,13 +1,13 @@
-"""Implicit Q-learning from a Minari set: a fixed buffer, shared by all seeds, in one jit.
+"""Implicit Q-learning from a Minari dataset: a fixed buffer, shared by all seeds, in one jit.
 
     python -m examples.agents.iql --seeds 5 --plot iql.png
 
-The set is recorded first: a scripted controller of a pendulum, disturbed by random actions, at a
-different rate in each episode. It is written in Minari's layout and opened again, as any other set
-would be: `load("D4RL/pen/human-v2")` opens one that Minari downloaded. IQL never asks for the value
-of an action that is not in the set. Its value function is an upper expectile of the values of the
-actions there, and the policy clones the better ones of these. With `temperature=0` all are cloned
-alike, which is behaviour cloning.
+The dataset is recorded first: a scripted controller of a pendulum, disturbed by random actions at a
+different rate in each episode. It is written in Minari's layout and opened like any other dataset:
+`load("D4RL/pen/human-v2")` opens one that Minari downloaded. IQL never evaluates an action that is
+not in the dataset. Its value function is an upper expectile of the values of the dataset's actions,
+and the policy clones the better ones of these. With `temperature=0` it clones all actions alike,
+which is behaviour cloning.
 
 Reference: Kostrikov et al., 2022, "Offline reinforcement learning with implicit Q-learning".
 """
@@ -26,25 +26,25 @@ import optax
 import jrb
 from examples.agents import common
 
-ENV, LENGTH = "Pendulum-v1", 200  # and the steps of each of its episodes
+ENV, LENGTH = "Pendulum-v1", 200  # the environment, and the steps of each episode
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A training and its hyperparameters."""
+    """The hyperparameters of a training."""
 
     steps: int = 8_000  # gradient steps
     batch_size: int = 256
     discount: float = 0.99
     expectile: float = 0.9
-    temperature: float = 3.0  # of the advantages that weigh the actions
+    temperature: float = 3.0  # the factor of advantages in the exponent of actions' weights
     max_weight: float = 100.0
     reward_scale: float = 0.1
     target_rate: float = 0.005
     hidden: int = 64
     learning_rate: float = 1e-3
-    points: int = 20  # of the learning curve
-    eval_envs: int = 20  # episodes for each point
+    points: int = 20  # points of the learning curve
+    eval_envs: int = 20  # episodes that are evaluated for each point
 
 
 RANDOM_RETURN = -1214.0  # measured over 640 episodes
@@ -60,7 +60,7 @@ def controller(observation: jax.Array) -> jax.Array:
 
 
 def rollout(act: Any, key: jax.Array, num_envs: int) -> dict[str, Any]:
-    """Returns an episode of each environment, `[T, E, ...]`, played by `act(observation, key)`."""
+    """Returns an episode in each environment, `[T, E, ...]`, with the policy `act`."""
     env, env_params = gymnax.make(ENV)
 
     def step(carry: tuple, key: jax.Array) -> tuple:
@@ -79,7 +79,7 @@ def rollout(act: Any, key: jax.Array, num_envs: int) -> dict[str, Any]:
 
 
 def record(path: str, episodes: int = 100, seed: int = 0) -> None:
-    """Writes episodes as a Minari set, in the first of which few actions are random, then all."""
+    """Writes a Minari dataset; the rate of random actions rises from 0.2 to 1 over the episodes."""
     share = jnp.linspace(0.2, 1.0, episodes)
 
     def act(observation: jax.Array, key: jax.Array) -> jax.Array:
@@ -96,19 +96,19 @@ def record(path: str, episodes: int = 100, seed: int = 0) -> None:
 
 
 def load(name: str, config: Config) -> tuple[jrb.ReplayBuffer, jrb.BufferState]:
-    """Returns a buffer that holds a set, given by path or by the id of a Minari set."""
+    """Returns a buffer with a dataset, given its path or its Minari id, and the buffer's state."""
     return jrb.datasets.open(name).buffer(batch_size=config.batch_size)
 
 
 class Network(nn.Module):
-    """A multilayer perceptron of one or several inputs, `[..., size]`."""
+    """A multilayer perceptron with one or several inputs, and outputs `[..., size]`."""
 
     size: int
     hidden: int
 
     @nn.compact
     def __call__(self, *inputs: jax.Array) -> jax.Array:
-        """Concatenates the inputs `[..., D]`."""
+        """Applies the layers to the concatenated inputs, `[..., D]` each."""
         x = jnp.concatenate(inputs, axis=-1)
         x = nn.relu(nn.Dense(self.hidden)(x))
         x = nn.relu(nn.Dense(self.hidden)(x))
@@ -118,7 +118,7 @@ class Network(nn.Module):
 def train(
     buffer: jrb.ReplayBuffer, key: jax.Array, config: Config, replay: jrb.BufferState
 ) -> jax.Array:
-    """Returns the learning curve of one training, float32 `[points]`: returns of evaluations."""
+    """Returns the learning curve of one training, the mean returns of evaluations, `[points]`."""
     example = buffer.sample(replay, key, batch_size=1).data
     size = example["action"].shape[-1]
     actor, value = Network(size, config.hidden), Network(1, config.hidden)
@@ -128,21 +128,21 @@ def train(
     optimizer = optax.adam(config.learning_rate)
 
     def loss(params: dict, target: Any, data: Any) -> jax.Array:
-        """Returns the sum of the three losses; none has a gradient for the others' networks."""
+        """Returns the sum of three losses, each of which has gradients for its own network only."""
         observation, action, after = data["observation"], data["action"], data["next"]
-        # The value: an expectile of the target critics over the actions of the set.
+        # The value is an expectile of the target critics over the dataset's actions.
         critics = twin.apply(target, observation, action)[..., 0].min(axis=0)
         advantage = critics - value.apply(params["value"], observation)[..., 0]
         weight = jnp.where(advantage > 0, config.expectile, 1 - config.expectile)
         value_loss = jnp.mean(weight * advantage**2)
-        # The critics: one step ahead, with the value in place of the best action's.
+        # The critics learn one-step targets, with the value instead of a maximum over actions.
         future = jax.lax.stop_gradient(value.apply(params["value"], after["observation"])[..., 0])
         future = jnp.where(after["terminated"], 0.0, config.discount * future)
         goal = config.reward_scale * after["reward"] + future
         critic_loss = jnp.mean(
             (twin.apply(params["critic"], observation, action)[..., 0] - goal) ** 2
         )
-        # The policy: regression to the actions, weighted by their advantages.
+        # The policy is a regression to the dataset's actions, weighted by their advantages.
         weight = jnp.exp(config.temperature * jax.lax.stop_gradient(advantage))
         mean = jnp.tanh(actor.apply(params["actor"], observation))
         distance = jnp.sum((mean - action) ** 2, axis=-1)
@@ -178,7 +178,7 @@ def train(
 
 
 def main() -> None:
-    """Records the set, opens it, and trains."""
+    """Records the dataset, opens it, and trains."""
     config = Config()
     with tempfile.TemporaryDirectory() as folder:
         record(f"{folder}/mixed-v0")

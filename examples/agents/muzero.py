@@ -1,12 +1,12 @@
-"""MuZero on Catch: search in a learned model, and targets that are searched again.
+"""MuZero on Catch: search in a learned model, with targets that newer searches refresh.
 
     python -m examples.agents.muzero        with optax, flax, gymnax and mctx
 
-Each row is stored with what the search found when the step was taken: a policy, and the value of
-the root. Every iteration searches again at some rows of the buffer with the newest network, and
-writes what it finds over the old targets (reanalyse). The network learns from windows of rows: it
-encodes the first observation, continues with the actions alone, and predicts rewards, values and
-policies of the following rows. Windows are sampled by the error of their first value.
+Each row is stored with the results of the search when the step was taken: a policy, and the value
+of the root. Every iteration repeats the search for some rows of the buffer with the newest network,
+and overwrites their targets with the results (reanalyse). The network learns from windows of rows:
+it encodes the first observation, continues with the actions alone, and predicts the rewards, values
+and policies of the following rows. The priority of a window is the error of its first value.
 
 Reference: Schrittwieser et al., 2020, "Mastering Atari, Go, chess and shogi by planning with a
 learned model"; Schrittwieser et al., 2021, "Online and offline reinforcement learning by planning
@@ -37,12 +37,12 @@ class Config:
     """The hyperparameters; `steps` are those of all environments together."""
 
     steps: int = 60_000
-    points: int = 20  # of the learning curve
+    points: int = 20  # points of the learning curve
     num_envs: int = 8
     rollout: int = 2  # steps of each environment between two updates
     capacity: int = 8_192
     batch_size: int = 64
-    reanalysed: int = 16  # windows that are searched again in each iteration
+    reanalysed: int = 16  # windows whose searches are repeated in each iteration
     unroll: int = 5
     simulations: int = 12
     width: int = 64
@@ -52,7 +52,7 @@ class Config:
 
 
 class Network(nn.Module):
-    """Encoder, model and heads: all are perceptrons with one hidden layer."""
+    """Encoder, model and heads; each is a perceptron with one hidden layer."""
 
     width: int
 
@@ -71,16 +71,16 @@ class Network(nn.Module):
         return outputs[..., :-1], outputs[..., -1]
 
     def encode(self, observation: jax.Array) -> jax.Array:
-        """Returns latents `[..., width]` of observations `[..., 10, 5]`."""
+        """Returns the latents `[..., width]` of observations `[..., 10, 5]`."""
         return unit_range(self.encoder(observation.reshape(*observation.shape[:-2], -1)))
 
     def advance(self, latent: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the latents after actions, and the rewards of these steps."""
+        """Returns the latents after actions, and the predicted rewards."""
         pair = jnp.concatenate([latent, jax.nn.one_hot(action, ACTIONS)], axis=-1)
         return unit_range(latent + self.model(pair)), self.reward(pair)[..., 0]
 
     def __call__(self, observation: jax.Array, action: jax.Array) -> Any:
-        """Calls all parts, to make their parameters."""
+        """Calls all parts, so that `init` creates their parameters."""
         return self.predict(self.advance(self.encode(observation), action)[0])
 
 
@@ -91,7 +91,7 @@ def unit_range(latent: jax.Array) -> jax.Array:
 
 
 def make_buffer(config: Config) -> jrb.ReplayBuffer:
-    """Returns the description of the buffer."""
+    """Returns the replay buffer."""
     return jrb.ReplayBuffer(
         capacity=config.capacity,
         num_envs=config.num_envs,
@@ -102,7 +102,7 @@ def make_buffer(config: Config) -> jrb.ReplayBuffer:
 
 
 def search(config: Config, params: Any, observation: jax.Array, key: jax.Array) -> Any:
-    """Returns actions `[B]`, and the policies, values and network's own values of the roots."""
+    """Returns actions `[B]`, and the roots' policies, searched values and predicted values."""
     call = functools.partial(Network(config.width).apply, params)
 
     def recurrent(_: Any, key: jax.Array, action: jax.Array, latent: jax.Array) -> Any:
@@ -119,7 +119,7 @@ def search(config: Config, params: Any, observation: jax.Array, key: jax.Array) 
 
 
 def act(config: Config, params: Any, carry: Any, key: jax.Array) -> tuple[Any, Any]:
-    """Takes one step in each environment; returns the carry, and the row with its priority."""
+    """Takes one step in each environment; returns the carry, and row, priority and ends."""
     observation, env_state, returns = carry
     keys = jax.random.split(key, config.num_envs + 1)
     action, policy, value, guess = search(config, params, observation, keys[0])
@@ -134,7 +134,7 @@ def act(config: Config, params: Any, carry: Any, key: jax.Array) -> tuple[Any, A
 
 
 def reanalyse(config: Config, params: Any, state: jrb.BufferState, key: jax.Array) -> Any:
-    """Searches again at all rows of some windows, and writes the new targets over the old ones."""
+    """Repeats the search at all rows of some windows, and overwrites the targets in the buffer."""
     buffer, keys = make_buffer(config), jax.random.split(key)
     state, batch = buffer.draw(state, keys[0], batch_size=config.reanalysed)
     observation = batch.data["observation"]
@@ -144,10 +144,10 @@ def reanalyse(config: Config, params: Any, state: jrb.BufferState, key: jax.Arra
 
 
 def value_targets(config: Config, batch: jrb.Sample) -> jax.Array:
-    """Returns targets `[B, L]`, lambda-returns of the values that searches found, 0 after an end.
+    """Returns value targets `[B, L]`: lambda-returns of the searched values, 0 at masked rows.
 
-    A row without a next one in its window has its own value as its target, unless it is the last
-    one of its episode.
+    If the window has no next row and the row does not terminate the episode, the target is the
+    row's own value.
     """
 
     def one(later: Any, row: Any) -> tuple[Any, jax.Array]:
@@ -166,7 +166,7 @@ def value_targets(config: Config, batch: jrb.Sample) -> jax.Array:
 
 
 def losses(config: Config, params: Any, batch: jrb.Sample) -> tuple[jax.Array, jax.Array]:
-    """Returns the loss, and the errors `[B]` of the values of first rows."""
+    """Returns the loss, and the errors `[B]` of the windows' first values."""
     call = functools.partial(Network(config.width).apply, params)
     data, targets = batch.data, value_targets(config, batch)
     rewards = jnp.where(batch.mask, data["next"]["reward"], 0.0)
@@ -177,7 +177,7 @@ def losses(config: Config, params: Any, batch: jrb.Sample) -> tuple[jax.Array, j
         latent, guess = call(latent, action, method="advance")
         policy_loss = optax.softmax_cross_entropy(logits, policy) * is_real
         loss = policy_loss + (value - target) ** 2 + (guess - reward) ** 2
-        # The gradient of the model is halved at each step, so that it does not grow with them.
+        # The gradient is halved at each step, so that it does not grow with the number of steps.
         return (latent + jax.lax.stop_gradient(latent)) / 2, (loss, target - value)
 
     rows = data["action"], rewards, data["policy"], targets, batch.mask
@@ -198,7 +198,7 @@ def learn(config: Config, learner: Any, state: jrb.BufferState, key: jax.Array) 
 
 
 def train(key: jax.Array, config: Config) -> jax.Array:
-    """Trains an agent; returns the returns of its training episodes, `[points]`."""
+    """Returns the learning curve of one training, the returns of its episodes, `[points]`."""
     keys, buffer = jax.random.split(key, 4), make_buffer(config)
     envs = jax.random.split(keys[0], config.num_envs)
     observation, env_state = jax.vmap(ENV.reset, in_axes=(0, None))(envs, ENV_PARAMS)

@@ -1,16 +1,16 @@
-"""QMIX in a cooperative game with memory: whole episodes, recurrent agents, a monotonic mixer.
+"""QMIX in a cooperative game with memory: complete episodes, recurrent agents, a monotonic mixer.
 
     python -m examples.agents.qmix --seeds 5 --plot qmix.png
 
-The two-step game of the QMIX paper, with a corridor. The first agent's first action leads both into
-room A or B, which they see for one step. Then they walk through a corridor of random length, in
-which all rooms look alike. At its end both act once more and share a payoff: 7 in room A; in room
-B 8 if both choose action 1, 1 if one does, 0 if none does. A sum of values of single agents (VDN)
-cannot represent the payoff of B: it underrates 8 and settles for 7 (`Config(mixer="vdn")`). As in
-the paper, agents act at random while they learn, so that only what a mixer can represent differs.
+This is the two-step game of the QMIX paper, with a corridor. The first agent's first action leads
+both agents to room A or B, which they see for one step. Then they walk through a corridor of random
+length, which looks the same for both rooms. At its end both act once more and share a payoff: 7 for
+room A; for room B 8 if both choose action 1, 1 if one does, 0 if none does. A sum of agents' values
+(VDN) cannot represent the payoff of B: it underrates 8 and settles for 7 (`Config(mixer="vdn")`).
+As in the paper, agents act at random while they learn, so that mixers differ only in capacity.
 
-The buffer draws whole episodes, as the recurrent networks begin with the first step of each, and
-pads the shorter ones: `batch.mask` is False there.
+The buffer samples complete episodes, because the recurrent networks start at the first step, and
+pads shorter ones: `batch.mask` is False at the padding.
 
 References: Rashid et al., 2018, "QMIX", sections 4 and 5; Sunehag et al., 2018,
 "Value-decomposition networks for cooperative multi-agent learning".
@@ -27,7 +27,7 @@ import optax
 import jrb
 from examples.agents import common
 
-AGENTS, ACTIONS, LONGEST = 2, 2, 6  # and the most steps of an episode
+AGENTS, ACTIONS, LONGEST = 2, 2, 6  # `LONGEST` is the maximum number of steps of an episode
 START, ROOM_A, ROOM_B, CORRIDOR, END = range(5)
 PAYOFFS = jnp.array([[[7.0, 7.0], [7.0, 7.0]], [[0.0, 1.0], [1.0, 8.0]]])
 RANDOM_RETURN = 4.75  # (7 + 7 + 7 + 7 + 0 + 1 + 1 + 8) / 8
@@ -35,10 +35,10 @@ RANDOM_RETURN = 4.75  # (7 + 7 + 7 + 7 + 0 + 1 + 1 + 8) / 8
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A training and its hyperparameters."""
+    """The hyperparameters of a training."""
 
     mixer: str = "qmix"  # or "vdn", or "independent" learners
-    steps: int = 32_000  # of all environments together
+    steps: int = 32_000  # steps of all environments together
     num_envs: int = 16  # E
     capacity: int = 20_000
     batch_size: int = 32  # B, episodes
@@ -46,11 +46,11 @@ class Config:
     discount: float = 0.99
     epsilon: float = 1.0  # probability of a random action while learning
     hidden: int = 32
-    embedding: int = 16  # of the mixer
+    embedding: int = 16  # the width of the mixer
     learning_rate: float = 1e-3
     target_rate: float = 0.01
-    points: int = 32  # of the learning curve
-    eval_envs: int = 32  # episodes for each point
+    points: int = 32  # points of the learning curve
+    eval_envs: int = 32  # episodes that are evaluated for each point
 
 
 def reset(key: jax.Array) -> dict[str, jax.Array]:
@@ -60,7 +60,7 @@ def reset(key: jax.Array) -> dict[str, jax.Array]:
 
 
 def phase(world: dict[str, jax.Array]) -> jax.Array:
-    """Returns what agents see of a world, int32: START, a room, CORRIDOR or END."""
+    """Returns the place that the agents see, int32: START, ROOM_A, ROOM_B, CORRIDOR or END."""
     time, last = world["time"], world["length"] - 1
     inside = jnp.where(time == 1, ROOM_A + world["room"], CORRIDOR)
     return jnp.where(time == 0, START, jnp.where(time == last, END, inside))
@@ -74,9 +74,9 @@ def observe(world: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def step(world: dict[str, jax.Array], action: jax.Array, key: jax.Array) -> tuple[Any, Any]:
-    """Takes the actions `[n]`; returns the next world, and `next` of the transition.
+    """Executes the actions `[n]`; returns the next world, and the part `next` of the transition.
 
-    A new episode follows in the same step; `next` has the last observation of the old one.
+    At an end, the next world is a new episode's; `next` has the last observation of the old one.
     """
     ended = world["time"] == world["length"] - 1
     payoff = PAYOFFS[world["room"], action[0], action[1]]
@@ -87,7 +87,7 @@ def step(world: dict[str, jax.Array], action: jax.Array, key: jax.Array) -> tupl
 
 
 def make_buffer(config: Config) -> jrb.ReplayBuffer:
-    """Returns the description of the buffer."""
+    """Returns the replay buffer."""
     return jrb.ReplayBuffer.rounded(
         config.capacity,
         num_envs=config.num_envs,
@@ -98,15 +98,15 @@ def make_buffer(config: Config) -> jrb.ReplayBuffer:
 
 
 class Agent(nn.Module):
-    """A recurrent network of action values, the same for all agents."""
+    """A recurrent network of action values, shared by all agents."""
 
     hidden: int
 
     @nn.compact
     def __call__(self, memory: jax.Array | None, observation: jax.Array) -> tuple[Any, jax.Array]:
-        """Runs over `[..., L, D]` from `memory` `[..., H]`, None for a first step.
+        """Returns the memory after observations `[..., L, D]`, and values `[..., L, actions]`.
 
-        Returns the memory after the last step, and values `[..., L, actions]`.
+        The argument is the memory `[..., H]` before these; None at the start of an episode.
         """
         x = nn.relu(nn.Dense(self.hidden)(observation))
         rnn = nn.RNN(nn.GRUCell(self.hidden), return_carry=True)
@@ -115,13 +115,13 @@ class Agent(nn.Module):
 
 
 class Mixer(nn.Module):
-    """A value of the team that grows with each agent's value, by weights made from the state."""
+    """A network of the team's value, which increases with each agent's value in any state."""
 
     embedding: int
 
     @nn.compact
     def __call__(self, values: jax.Array, state: jax.Array) -> jax.Array:
-        """Takes values `[..., n]` and states `[..., S]`; returns `[...]`."""
+        """Returns the team's values `[...]`, given agents' values `[..., n]`, states `[..., S]`."""
         first = jnp.abs(nn.Dense(values.shape[-1] * self.embedding)(state))
         first = first.reshape(*values.shape, self.embedding)
         x = jnp.einsum("...n,...ne->...e", values, first) + nn.Dense(self.embedding)(state)
@@ -131,14 +131,14 @@ class Mixer(nn.Module):
 
 
 def train(key: jax.Array, config: Config) -> jax.Array:
-    """Returns the learning curve of one training, float32 `[points]`: returns of greedy play."""
+    """Returns the learning curve of one training, the mean returns of greedy play, `[points]`."""
     agent, mixer = Agent(config.hidden), Mixer(config.embedding)
     optimizer = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(config.learning_rate))
     iterations = config.steps // config.num_envs // config.points  # for each point of the curve
     buffer = make_buffer(config)
 
     def mix(params: Any, values: jax.Array, state: jax.Array) -> jax.Array:
-        """Returns values `[..., k]` that are learned: one of the team, or one of each agent."""
+        """Returns the values `[..., k]` to learn: one of the team, or one of each agent."""
         if config.mixer == "independent":
             return values
         if config.mixer == "vdn":
@@ -169,7 +169,7 @@ def train(key: jax.Array, config: Config) -> jax.Array:
         return memory, jnp.where(explores, random, jnp.argmax(values[:, :, 0], axis=-1))
 
     def play(params: Any, worlds: Any, memory: jax.Array, key: jax.Array, epsilon: Any) -> tuple:
-        """Steps all worlds; returns them, the memories, and the transitions."""
+        """Takes one step in all worlds; returns worlds, memories and transitions."""
         for_act, for_worlds = jax.random.split(key)
         before = jax.vmap(observe)(worlds)
         memory, action = act(params, memory, before["observation"], for_act, epsilon)
@@ -195,7 +195,7 @@ def train(key: jax.Array, config: Config) -> jax.Array:
         return ((params, target, moments), replay, worlds, memory), None
 
     def stage(carry: tuple, key: jax.Array) -> tuple:
-        """Learns for a part of the training, then plays episodes without exploration."""
+        """Learns for one part of the training, then evaluates episodes without exploration."""
         for_learn, for_begin, for_eval = jax.random.split(key, 3)
         carry, _ = jax.lax.scan(iterate, carry, jax.random.split(for_learn, iterations))
 
@@ -205,7 +205,7 @@ def train(key: jax.Array, config: Config) -> jax.Array:
 
         keys = jax.random.split(for_eval, LONGEST)
         _, (reward, ended) = jax.lax.scan(evaluate, begin(for_begin, config.eval_envs), keys)
-        first = jnp.cumsum(ended, axis=0) - ended == 0  # steps of the first episodes
+        first = jnp.cumsum(ended, axis=0) - ended == 0  # True in the first episode of each world
         return carry, jnp.sum(jnp.where(first, reward, 0.0), axis=0).mean()
 
     keys = jax.random.split(key, 4)

@@ -1,14 +1,14 @@
-"""R2D2 in a maze in which an agent without memory cannot do better than guess.
+"""R2D2 in a maze in which an agent without memory can only guess.
 
     python -m examples.agents.r2d2                  with optax and flax
     python -m examples.agents.r2d2 --no-memory      the same agent without memory
 
-A light at the start of a corridor, seen once, says on which side of its end the reward is. A policy
-of the last observation alone returns 0 on average, as a random one does; the best return is 1.
+A light at the start of a corridor, seen once, shows on which side of its end the reward is. Without
+memory a policy returns 0 on average, like a random one; the best return is 1.
 
 The actor stores its recurrent state with each row. A window is sampled with the state of its first
-row. The network runs over the burn-in, learns from the rows after it, and the states that it finds
-on the way are written back: the next window that starts there starts with a newer state.
+row. The network runs over the burn-in and learns from the rows after it. The states that it
+computes are written back to the buffer, so that later windows start from newer states.
 
 References: Kapturowski et al., 2019, "Recurrent experience replay in distributed reinforcement
 learning"; Bakker, 2002, "Reinforcement learning with long short-term memory" (the maze); Peng and
@@ -50,7 +50,7 @@ class Config:
     learning_rate: float = 1e-3
     discount: float = 0.97
     trace: float = 0.8  # lambda of the targets
-    target_rate: float = 0.02  # how far the target network moves to the online one at each update
+    target_rate: float = 0.02  # the step of the target network to the online one at each update
 
 
 def reset(key: jax.Array) -> Any:
@@ -59,13 +59,13 @@ def reset(key: jax.Array) -> Any:
 
 
 def observe(config: Config, maze: Any) -> jax.Array:
-    """Returns `[light, junction]`; the light is 1 or -1 in the first step, and later 0."""
+    """Returns `[light, junction]`: the light is 1 or -1 in the first step, and 0 later."""
     light = jnp.where(maze["is_left"], 1.0, -1.0) * (maze["time"] == 0)
     return jnp.stack([light, (maze["position"] == config.corridor).astype(float)])
 
 
 def step(config: Config, maze: Any, action: jax.Array, key: jax.Array) -> tuple[Any, Any]:
-    """Returns the next state, of a new episode after an end, and the part `next` of the row."""
+    """Returns the next maze, a new one after an end, and the part `next` of the transition."""
     terminated = (maze["position"] == config.corridor) & (action != FORWARD)
     reward = jnp.where((action == LEFT) == maze["is_left"], 1.0, -1.0) * terminated
     position = jnp.minimum(maze["position"] + (action == FORWARD), config.corridor)
@@ -78,7 +78,7 @@ def step(config: Config, maze: Any, action: jax.Array, key: jax.Array) -> tuple[
 
 
 class Network(nn.Module):
-    """A recurrent network with a value for each action."""
+    """A recurrent network of action values."""
 
     config: Config
 
@@ -93,13 +93,13 @@ class Network(nn.Module):
 
 
 def first_states(config: Config, key: jax.Array, count: int) -> tuple[Any, Any]:
-    """Returns mazes, and recurrent states, with which episodes begin."""
+    """Returns the mazes and recurrent states at the start of episodes."""
     zeros = jnp.zeros((count, config.hidden))
     return jax.vmap(reset)(jax.random.split(key, count)), (zeros, zeros)
 
 
 def make_buffer(config: Config) -> jrb.ReplayBuffer:
-    """Returns the description of the buffer."""
+    """Returns the replay buffer."""
     options = {"partial": "pad", "priority_max_weight": 0.9, "first_only": ("hidden",)}
     return jrb.ReplayBuffer(
         capacity=config.capacity,
@@ -111,7 +111,7 @@ def make_buffer(config: Config) -> jrb.ReplayBuffer:
 
 
 def act(config: Config, params: Any, carry: Any, epsilon: jax.Array, key: jax.Array) -> Any:
-    """Takes one step in each environment; returns the new carry, and the row that is stored."""
+    """Takes one step in each environment; returns the new carry, and the row to store."""
     maze, hidden = carry
     observation = jax.vmap(functools.partial(observe, config))(maze)
     next_hidden, values = Network(config).apply(params, hidden, observation)
@@ -128,13 +128,13 @@ def act(config: Config, params: Any, carry: Any, epsilon: jax.Array, key: jax.Ar
 
 
 def unroll(config: Config, params: Any, hidden: Any, rows: jax.Array, mask: jax.Array) -> Any:
-    """Returns the recurrent states after each row of windows `[B, L, ...]`, and the values."""
+    """Returns the recurrent states after each row of windows `[B, L, ...]`, and action values."""
 
     def one(hidden: Any, row: Any) -> Any:
         observation, is_real = row
         following, values = Network(config).apply(params, hidden, observation)
         keep = lambda new, old: jnp.where(is_real[:, None], new, old)
-        hidden = jax.tree.map(keep, following, hidden)  # rows that are masked change nothing
+        hidden = jax.tree.map(keep, following, hidden)  # masked rows leave the state unchanged
         return hidden, (hidden, values)
 
     hidden, outputs = jax.lax.scan(one, hidden, (jnp.swapaxes(rows, 0, 1), mask.T))
@@ -142,9 +142,9 @@ def unroll(config: Config, params: Any, hidden: Any, rows: jax.Array, mask: jax.
 
 
 def lambda_targets(config: Config, after: Any, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns targets `[B, L]` of rows with the values `[B, L]` of their next observations.
+    """Returns value targets `[B, L]`, given the values `[B, L]` of the next observations.
 
-    A target mixes the value after the row with the target of the next row, if the window has one.
+    A target mixes the value after the row with the next row's target, if the window has one.
     """
 
     def one(later: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
@@ -159,7 +159,7 @@ def lambda_targets(config: Config, after: Any, values: jax.Array, mask: jax.Arra
 
 
 def td_errors(config: Config, params: Any, target: Any, batch: jrb.Sample) -> tuple[Any, Any]:
-    """Returns errors `[B, L]`, 0 at masked rows; and the states before all rows of the windows."""
+    """Returns TD errors `[B, L]`, 0 at masked rows, and the recurrent states before all rows."""
     data, mask = batch.data, batch.mask
     warm, learned = (lambda x: x[:, : config.burn_in]), (lambda x: x[:, config.burn_in :])
     after, real = jax.tree.map(learned, data["next"]), learned(mask)
@@ -183,7 +183,7 @@ def td_errors(config: Config, params: Any, target: Any, batch: jrb.Sample) -> tu
 
 
 def learn(config: Config, learner: Any, state: jrb.BufferState, key: jax.Array) -> Any:
-    """Updates the network, the priorities of windows, and the states stored in them."""
+    """Updates the network, and the priorities and recurrent states of the sampled windows."""
     params, target, moments = learner
     buffer = make_buffer(config)
     state, batch = buffer.draw(state, key)
@@ -201,7 +201,7 @@ def learn(config: Config, learner: Any, state: jrb.BufferState, key: jax.Array) 
 
 
 def evaluate(config: Config, params: Any, key: jax.Array) -> jax.Array:
-    """Returns the mean return of the first episode in each of 64 mazes, without exploration."""
+    """Returns the mean return of one episode in each of 64 mazes, without exploration."""
     start, steps = first_states(config, key, 64), jax.random.split(key, config.time_limit)
     one = lambda carry, key: act(config, params, carry, jnp.zeros(64), key)
     after = jax.lax.scan(one, start, steps)[1]["next"]
@@ -211,9 +211,9 @@ def evaluate(config: Config, params: Any, key: jax.Array) -> jax.Array:
 
 
 def train(key: jax.Array, config: Config) -> jax.Array:
-    """Trains an agent; returns its returns without exploration, `[evaluations]`."""
+    """Returns the learning curve of one training, returns of `[evaluations]` without exploring."""
     keys, buffer = jax.random.split(key, 4), make_buffer(config)
-    epsilon = 0.4 ** jnp.linspace(1, 8, config.num_envs)  # every environment explores in its way
+    epsilon = 0.4 ** jnp.linspace(1, 8, config.num_envs)  # each environment has its own
     carry = first_states(config, keys[0], config.num_envs)
     params = Network(config).init(keys[1], carry[1], jnp.zeros((config.num_envs, 2)))
     one_row = lambda: jax.tree.map(

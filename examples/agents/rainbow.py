@@ -2,10 +2,10 @@
 
     python -m examples.agents.rainbow --seeds 5 --plot rainbow.png
 
-Double Q-learning, a dueling network, noisy layers in place of epsilon-greedy, 3-step returns,
-prioritized replay, and a distribution of returns (C51) in place of their mean. The buffer stores
-each observation once, as bool, and computes n-step returns when it is sampled. A network of dense
-layers replaces the convolution, which is slow under `vmap` on a CPU.
+The extensions are double Q-learning, a dueling network, noisy layers instead of epsilon-greedy,
+3-step returns, prioritized replay, and a distribution of returns (C51) instead of their mean. The
+buffer stores each observation once, as bool, and computes n-step returns when it is sampled. Dense
+layers replace the convolution, which is slow under `vmap` on a CPU.
 
 References: Hessel et al., 2018, "Rainbow"; Bellemare et al., 2017, "A distributional perspective on
 reinforcement learning", algorithm 1; Fortunato et al., 2018, "Noisy networks for exploration",
@@ -27,10 +27,10 @@ from examples.agents import common
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A training and its hyperparameters."""
+    """The hyperparameters of a training."""
 
     env: str = "Breakout-MinAtar"
-    steps: int = 200_000  # of all environments together
+    steps: int = 200_000  # steps of all environments together
     num_envs: int = 16  # E
     capacity: int = 100_000
     batch_size: int = 128  # B, one batch for each step of the E environments
@@ -38,21 +38,21 @@ class Config:
     discount: float = 0.99
     n_step: int = 3
     alpha: float = 0.5
-    beta: float = 0.4  # rises to 1
+    beta: float = 0.4  # the initial value, which rises to 1
     atoms: int = 51
-    value_max: float = 20.0  # of the support of returns, which begins at 0
+    value_max: float = 20.0  # the largest return of the support, which begins at 0
     hidden: int = 128
     noise: float = 0.5
     learning_rate: float = 5e-4
     target_rate: float = 0.01
-    points: int = 40  # of the learning curve
+    points: int = 40  # points of the learning curve
 
 
 RANDOM_RETURN = 0.40  # measured over 12,596 episodes
 
 
 class NoisyDense(nn.Module):
-    """A dense layer whose weights have learned, factorized Gaussian noise, one draw a call."""
+    """A dense layer whose weights have factorized Gaussian noise of learned scale, new per call."""
 
     features: int
     noise: float
@@ -78,14 +78,14 @@ class NoisyDense(nn.Module):
 
 
 class Network(nn.Module):
-    """A dueling network of log-probabilities of returns, `[..., actions, atoms]`."""
+    """A dueling network of the distribution of returns of each action."""
 
     actions: int
     config: Config
 
     @nn.compact
     def __call__(self, observation: jax.Array) -> jax.Array:
-        """Takes boolean planes `[..., H, W, C]`."""
+        """Returns log-probabilities `[..., actions, atoms]` of bool planes `[..., H, W, C]`."""
         config = self.config
         x = observation.reshape(*observation.shape[:-3], -1).astype(jnp.float32)
         x = nn.relu(nn.Dense(config.hidden)(x))
@@ -98,7 +98,7 @@ class Network(nn.Module):
 
 
 def make_buffer(config: Config) -> jrb.ReplayBuffer:
-    """Returns the description of the buffer."""
+    """Returns the replay buffer."""
     return jrb.ReplayBuffer.rounded(
         config.capacity,
         num_envs=config.num_envs,
@@ -111,7 +111,7 @@ def make_buffer(config: Config) -> jrb.ReplayBuffer:
 
 
 def project(probabilities: jax.Array, returns: jax.Array, support: jax.Array) -> jax.Array:
-    """Moves the mass at `returns` `[B, atoms]` to the nearest two atoms of `support` `[atoms]`."""
+    """Divides the mass at `returns` `[B, atoms]` between the nearest two atoms of `support`."""
     step = support[1] - support[0]
     returns = jnp.clip(returns, support[0], support[-1])
     shares = 1 - jnp.abs(returns[:, :, None] - support) / step
@@ -139,13 +139,13 @@ def train(key: jax.Array, config: Config) -> jax.Array:
         return jnp.take_along_axis(x, action[:, None, None], axis=1)[:, 0]
 
     def loss(params: Any, target: Any, batch: jrb.Sample, key: jax.Array) -> tuple:
-        """Returns the weighted cross entropy, and that of each sample, which is its priority."""
+        """Returns the weighted cross entropy, and priorities `[B]`, the KL divergences."""
         data, after = batch.data, batch.data["next"]
         here, choice, there = jax.random.split(key, 3)
         future = values(log_probabilities(params, after["observation"], choice))
-        best = jnp.argmax(future, axis=-1)  # double Q-learning: the target network rates it
+        best = jnp.argmax(future, axis=-1)  # double Q-learning: the target network evaluates it
         future = of_action(log_probabilities(target, after["observation"], there), best)
-        # `info["discount"]` is that of the n-step return, shorter where the episode ends.
+        # `info["discount"]` is that of the n-step return, which has fewer steps before an end.
         discount = batch.info["discount"] * (1 - after["terminated"])
         goal = after["reward"][:, None] + discount[:, None] * support
         goal = jax.lax.stop_gradient(project(jnp.exp(future), goal, support))
@@ -156,7 +156,7 @@ def train(key: jax.Array, config: Config) -> jax.Array:
 
     def learn(agent: Any, batch: jrb.Sample, key: jax.Array) -> tuple:
         params, target, moments = agent
-        # Before `min_size` all weights are 0, and so is the gradient: no condition is needed.
+        # Below `min_size` all weights are 0, and so is the gradient: no condition is needed.
         gradient, priorities = jax.grad(loss, has_aux=True)(params, target, batch, key)
         change, moments = optimizer.update(gradient, moments)
         params = optax.apply_updates(params, change)

@@ -2,9 +2,9 @@
 
     python -m examples.agents.sac --seeds 5 --plot sac.png
 
-The buffer draws uniformly and stores each observation once: the next observation of a step is the
-observation of the one after it. An episode of Pendulum ends by its time limit only, so the value of
-the last next observation counts: the target looks at `terminated`, not at `truncated`.
+The buffer samples uniformly and stores each observation once: the next observation of a step is the
+observation of the following step. Episodes of Pendulum end only by a time limit, so the target must
+bootstrap from the last observation: it depends on `terminated`, not on `truncated`.
 
 References: Haarnoja et al., 2018, "Soft actor-critic algorithms and applications" (with the
 learned temperature of section 5); Fujimoto et al., 2018, "Addressing function approximation error
@@ -27,27 +27,27 @@ from examples.agents import common
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A training and its hyperparameters."""
+    """The hyperparameters of a training."""
 
     env: str = "Pendulum-v1"  # a gymnax environment with actions in a symmetric box
-    steps: int = 20_000  # of all environments together
+    steps: int = 20_000  # steps of all environments together
     num_envs: int = 4  # E
     updates: int = 4  # gradient steps for each step of the E environments
     capacity: int = 20_000
-    batch_size: int = 128  # B, of a gradient step
+    batch_size: int = 128  # B, transitions per gradient step
     min_size: int = 1_000  # until then, actions are random and nothing is learned
     discount: float = 0.99
     target_rate: float = 0.01
     hidden: int = 64
     learning_rate: float = 1e-3
-    points: int = 25  # of the learning curve: two episodes of each environment
+    points: int = 25  # points of the learning curve: two episodes of each environment
 
 
 RANDOM_RETURN = -1214.0  # measured over 640 episodes
 
 
 def make_buffer(config: Config) -> jrb.ReplayBuffer:
-    """Returns the description of the buffer."""
+    """Returns the replay buffer."""
     return jrb.ReplayBuffer.rounded(
         config.capacity,
         num_envs=config.num_envs,
@@ -65,7 +65,7 @@ class Actor(nn.Module):
 
     @nn.compact
     def __call__(self, observation: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns actions `[..., A]` and the logarithms of their densities `[...]`."""
+        """Returns random actions `[..., A]` and their log-densities `[...]`."""
         x = nn.relu(nn.Dense(self.hidden)(observation))
         x = nn.relu(nn.Dense(self.hidden)(x))
         mean, log_std = nn.Dense(self.actions)(x), nn.Dense(self.actions)(x)
@@ -79,13 +79,13 @@ class Actor(nn.Module):
 
 
 class Critic(nn.Module):
-    """The value of an action, `[...]`."""
+    """A network of the value of an action."""
 
     hidden: int
 
     @nn.compact
     def __call__(self, observation: jax.Array, action: jax.Array) -> jax.Array:
-        """Takes observations `[..., D]` and actions `[..., A]`."""
+        """Returns the values `[...]` of actions `[..., A]` after observations `[..., D]`."""
         x = jnp.concatenate([observation, action], axis=-1)
         x = nn.relu(nn.Dense(self.hidden)(x))
         x = nn.relu(nn.Dense(self.hidden)(x))
@@ -98,7 +98,7 @@ def train(key: jax.Array, config: Config) -> jax.Array:
     space = env.action_space(env_params)
     size, scale = space.shape[0], space.high
     actor = Actor(size, config.hidden)
-    # The two critics are one module with an axis for both, under `vmap`.
+    # Both critics are one module under `vmap`, whose parameters have an axis of length 2.
     twin = nn.vmap(
         Critic, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=2
     )(config.hidden)
@@ -150,7 +150,7 @@ def train(key: jax.Array, config: Config) -> jax.Array:
         row = jrb.transition(observation, action, after, reward, terminated, truncated, info)
         replay = buffer.add(replay, row)
 
-        # One draw for all updates, which is cheaper than one for each.
+        # One sample for all updates is cheaper than one for each.
         replay, batch = buffer.draw(replay, for_draw)
         cut = lambda leaf: leaf.reshape(config.updates, -1, *leaf.shape[1:])
         inputs = jax.tree.map(cut, batch.data), jax.random.split(for_learn, config.updates)

@@ -1,1 +1,1 @@
-"""Parts of your own, written from the base classes in `jrb.types`: templates to copy."""
+"""Examples of custom parts, which extend the base classes in `jrb.types`: templates to copy."""

@@ -1,7 +1,7 @@
-"""A storage of one's own: boolean leaves take a bit for each entry instead of a byte.
+"""A custom storage, in which bool leaves take one bit per entry instead of one byte.
 
-`jrb.types.Storage` says which methods a storage has. This one holds another one, which keeps the
-rows, and changes what goes in and comes out.
+`jrb.types.Storage` documents the methods of a storage. This one wraps another storage: it packs
+items before they are written, and unpacks them after they are read.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from jrb.types import Context, Item, SlotsForLeaf, State, Storage, WritePlan, co
 
 
 class BitState(State):
-    """Holds the state of the storage of packed rows, and the spec of an item as it came."""
+    """The state of the inner storage of packed rows, and the spec of an unpacked item."""
 
     rows: Any
     structure: Any = static(default=None)
@@ -24,31 +24,31 @@ class BitState(State):
 
 @component
 class BitStorage(Storage):
-    """Packs boolean leaves, eight entries to a byte; `rows` is the storage that keeps them."""
+    """Packs bool leaves, eight entries to a byte, and keeps the items in the storage `rows`."""
 
     rows: Storage = jrb.DeviceStorage()
 
     def init(self, context: Context, spec: Item) -> BitState:
-        """Returns room for packed rows."""
+        """Returns an empty state for packed items."""
         bits = lambda leaf: jax.ShapeDtypeStruct((-(-leaf.size // 8),), jnp.uint8)
         packed = jax.tree.map(lambda leaf: bits(leaf) if _is_bits(leaf) else leaf, spec)
         leaves, tree = jax.tree.flatten(spec)
         return BitState(rows=self.rows.init(context, packed), structure=(tree, tuple(leaves)))
 
     def spec(self, state: BitState) -> Item:
-        """Returns the spec of one item as it came."""
+        """Returns the spec of one unpacked item."""
         return jax.tree.unflatten(*state.structure)
 
     def write(
         self, context: Context, state: BitState, plan: WritePlan, items: Item
     ) -> tuple[BitState, WritePlan]:
-        """Packs the items, and has them written."""
+        """Packs the items, and writes them to the inner storage."""
         packed = jax.tree.map(_packed, items, self.spec(state))
         rows, plan = self.rows.write(context, state.rows, plan, packed)
         return state.replace(rows=rows), plan
 
     def read(self, context: Context, state: BitState, where: SlotsForLeaf) -> Item:
-        """Reads packed rows, in one gather, and unpacks them."""
+        """Reads packed items in one gather, and unpacks them."""
         return jax.tree.map(_unpacked, self.rows.read(context, state.rows, where), self.spec(state))
 
     def edit(
@@ -58,18 +58,18 @@ class BitStorage(Storage):
         slots: jax.Array | None,
         values: dict[str, jax.Array],
     ) -> BitState:
-        """Packs the new values of some leaves, and has them written."""
+        """Packs the new values of some leaves, and writes them to the inner storage."""
         spec = self.spec(state)
         specs = dict(zip(leaf_names(spec), jax.tree.leaves(spec), strict=True))
         packed = {name: _packed(value, specs[name]) for name, value in values.items()}
         return state.replace(rows=self.rows.edit(context, state.rows, slots, packed))
 
     def reset(self, ring: Ring, state: BitState, token: jax.Array) -> BitState:
-        """Leaves to the inner storage what an empty one is."""
+        """Empties the inner storage."""
         return state.replace(rows=self.rows.reset(ring, state.rows, token))
 
     def slotted(self, state: BitState) -> Item:
-        """Names the arrays whose rows change only when their slots are written."""
+        """Returns the arrays whose rows change only when their slots are written."""
         return self.rows.slotted(state.rows)
 
 
@@ -78,7 +78,7 @@ def _is_bits(leaf: Any) -> bool:
 
 
 def _packed(leaf: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns entries `[..., *shape]` as bytes `[..., K]`; other leaves as they are."""
+    """Returns a bool leaf `[..., *shape]` as bytes `[..., K]`; other leaves unchanged."""
     if not _is_bits(spec):
         return leaf
     lead = leaf.shape[: leaf.ndim - len(spec.shape)]
@@ -86,7 +86,7 @@ def _packed(leaf: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _unpacked(leaf: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns what `_packed` was given."""
+    """Returns an unpacked leaf; the inverse of `_packed`."""
     if not _is_bits(spec):
         return leaf
     bits = jnp.unpackbits(leaf, axis=-1, count=spec.size)

@@ -1,7 +1,7 @@
-"""A unit of one's own: a transition, and the action that was taken one row before it.
+"""A custom unit: a transition, and the action that was taken one row before it.
 
-`jrb.types.Unit` says which methods a unit has. This one reads a row before the anchor (`lookback`),
-so it must know where episodes begin, and which rows are not held any more.
+`jrb.types.Unit` documents the methods of a unit. This one reads the row before the anchor
+(`lookback`), so it must know where episodes begin, and which rows were overwritten.
 """
 
 import jax
@@ -34,9 +34,9 @@ from jrb.types import (
 
 
 class PreviousActionState(State):
-    """Holds, by slot, whether a row follows another one of its episode, bool `[N]`.
+    """The state: `follows`, bool `[N]`, False for slots with the first row of an episode.
 
-    `running`, int32 `[E]`, counts the rows of the running episodes, up to 2.
+    `running`, int32 `[E]`, is the number of rows of the running episodes, up to 2.
     """
 
     follows: jax.Array
@@ -45,25 +45,25 @@ class PreviousActionState(State):
 
 @component
 class PreviousAction(Unit):
-    """Stands for a transition, with the previous action in `Sample.info["previous_action"]`.
+    """Samples transitions, with the previous action in `Sample.info["previous_action"]`.
 
-    That is 0 in the first row of an episode, as `info["is_first"]`, bool `[B]`, tells. The action
-    before the oldest row may have been overwritten: then the entry of this row is masked.
+    The previous action is 0 at the first row of an episode, where `info["is_first"]`, bool `[B]`,
+    is True. Where the previous row was overwritten, the entry is masked.
     """
 
     @property
     def max_entry_delay(self) -> int:
-        """Every row is an anchor as soon as it is written."""
+        """0: every row is an anchor as soon as it is written."""
         return 0
 
     @property
     def has_delayed_anchors(self) -> bool:
-        """No row becomes an anchor later than it is written."""
+        """False: no row becomes an anchor later than it is written."""
         return False
 
     @property
     def lookback(self) -> int:
-        """The previous row is read."""
+        """1: the previous row is read too."""
         return 1
 
     def init(self, context: Context, spec: Item) -> PreviousActionState:
@@ -77,7 +77,7 @@ class PreviousAction(Unit):
     def on_write(
         self, context: Context, state: PreviousActionState, plan: WritePlan, items: Item
     ) -> tuple[PreviousActionState, AnchorUpdate]:
-        """What is written enters, what it overwrites leaves."""
+        """Makes written rows anchors; rows that they overwrite are anchors no more."""
         ends = episode_ends(context, plan, items)
         length, running = episode_lengths(state.running, ends, plan, most=2)
         follows = put_rows(state.follows, plan, length > 1)
@@ -86,30 +86,30 @@ class PreviousAction(Unit):
     def truncate(
         self, context: Context, state: PreviousActionState, which: jax.Array
     ) -> tuple[PreviousActionState, None]:
-        """The next row is the first of an episode; no anchors come or go."""
+        """Makes the next row the first of an episode; the anchors stay the same."""
         return state.replace(running=jnp.where(which, 0, state.running)), None
 
     def is_episode_end(
         self, context: Context, state: PreviousActionState, slots: jax.Array
     ) -> jax.Array:
-        """A row ends an episode if the next one, or the one to come, does not follow it."""
+        """Returns True for slots whose next row, stored or still to come, does not follow."""
         ring = context.ring
         is_newest = context.held.after(ring, slots) <= 0
         open_end = state.running[ring.env_of(slots)] > 0
         return ~jnp.where(is_newest, open_end, state.follows[ring.slot_after(slots, ring.envs)])
 
     def episode_step(self, state: PreviousActionState, slots: jax.Array) -> jax.Array:
-        """Counts the rows of the episode before each slot, up to 1: more does not matter."""
+        """Returns the number of earlier rows of the episode, up to 1, which is all it needs."""
         return state.follows[slots].astype(jnp.int32)
 
     def init_mid_episode(
         self, state: PreviousActionState, before: jax.Array
     ) -> PreviousActionState:
-        """Goes on in episodes whose first rows are not held, after `jrb.rebuild` or an edit."""
+        """Continues episodes whose first rows are not stored, after `jrb.rebuild` or an edit."""
         return state.replace(running=jnp.minimum(before, 2))
 
     def anchors(self, context: Context, state: PreviousActionState) -> Anchors:
-        """Every slot that holds an item is an anchor."""
+        """Returns all slots that hold an item."""
         return all_held(context)
 
     def plan_read(
@@ -120,7 +120,7 @@ class PreviousAction(Unit):
         mask: jax.Array,
         key: jax.Array,
     ) -> ReadPlan:
-        """Actions are read at the row before the anchor and at the anchor, all else there."""
+        """Plans to read actions at the row before the anchor and the anchor, the rest at it."""
         ring, action = context.ring, path_name(context.keys.action)
         follows = read_rows(state.follows, slots)
         is_held = context.held.before(ring, slots) > 0
@@ -133,7 +133,7 @@ class PreviousAction(Unit):
         )
 
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """Actions are `[B, 2, ...]` here: the previous ones go to `info`."""
+        """Moves the previous actions from the actions read, `[B, 2, ...]`, to `info`."""
 
         def previous(leaf: jax.Array) -> jax.Array:
             known = plan.residuals.reshape(-1, *(1,) * (leaf.ndim - 2))
@@ -148,5 +148,5 @@ class PreviousAction(Unit):
     def reset(
         self, ring: Ring, state: PreviousActionState, token: jax.Array
     ) -> PreviousActionState:
-        """No episode runs; what `follows` says of slots that hold nothing is not looked at."""
+        """Empties the state: no episode runs. `follows` is not read at empty slots."""
         return emptied(state, token)

@@ -1,7 +1,7 @@
-"""A sampler of one's own with priorities: anchors are drawn by the rank of their priority.
+"""A custom prioritized sampler, which draws anchors by the rank of their priority.
 
-`jrb.types.PrioritizedSampler` and `jrb.types.ShardedSampler` say which methods it has.
-Arrays of size N are read by `materialize`, so that a later write can wait for the read.
+`jrb.types.PrioritizedSampler` and `jrb.types.ShardedSampler` document its methods. Arrays of size N
+are read by `materialize`, so that later writes are ordered after the read.
 """
 
 from typing import Any, ClassVar
@@ -24,9 +24,9 @@ from jrb.types import (
 
 
 class RankBasedState(State):
-    """Holds a priority for each slot, float32 `[N]`; -1 where there is no anchor.
+    """The state: `raw`, float32 `[N]`, is the priority of each slot, -1 if it is no anchor.
 
-    `highest` is the greatest priority seen, which new items get; `alpha` the exponent.
+    `highest` is the greatest priority so far, which new items get; `alpha` is the exponent.
     """
 
     raw: jax.Array
@@ -38,8 +38,8 @@ class RankBasedState(State):
 class RankBased(PrioritizedSampler, ShardedSampler):
     """Draws the anchor of rank r among n with probability r^-alpha / sum_{k <= n} k^-alpha.
 
-    Rank 1 has the greatest priority. Each draw sorts all priorities, O(N log N). In shards, ranks
-    are those within a shard.
+    Rank 1 has the greatest priority. Each batch sorts all priorities, in O(N log N). In a sharded
+    buffer, ranks count within each shard.
 
     Reference: Schaul et al., 2016, "Prioritized experience replay", section 3.3.
     """
@@ -49,7 +49,7 @@ class RankBased(PrioritizedSampler, ShardedSampler):
     normalize: ClassVar[str] = "batch"
 
     def init(self, ring: Ring) -> RankBasedState:
-        """Returns the state without anchors."""
+        """Returns a state without anchors."""
         return RankBasedState(
             raw=jnp.full(ring.capacity, -1, jnp.float32),
             highest=jnp.ones((), jnp.float32),
@@ -59,7 +59,7 @@ class RankBased(PrioritizedSampler, ShardedSampler):
     def on_write(
         self, ring: Ring, state: RankBasedState, change: AnchorUpdate, anchors: Anchors
     ) -> RankBasedState:
-        """Anchors that left lose their priority first: a slot may leave and enter at once."""
+        """Removes departed anchors, then adds new ones: a slot may do both in one write."""
         raw = state.raw.at[change.departed_slots(ring)].set(-1, mode="drop")
         return state.replace(raw=raw.at[change.entered].set(state.highest, mode="drop"))
 
@@ -77,7 +77,7 @@ class RankBased(PrioritizedSampler, ShardedSampler):
         reached = jnp.cumsum(mass)
         part = jnp.arange(batch_size, dtype=jnp.float32) + jax.random.uniform(key, (batch_size,))
         rank = jnp.searchsorted(reached, part / batch_size * reached[-1], side="right")
-        rank = jnp.minimum(rank, jnp.maximum(anchors.count - 1, 0))  # of what rounding leaves
+        rank = jnp.minimum(rank, jnp.maximum(anchors.count - 1, 0))  # rounding may exceed it
         slots = materialize(lambda: jnp.argsort(-state.raw)[rank]).astype(jnp.int32)
         mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
         probabilities = jnp.where(mask, mass[rank] / jnp.maximum(reached[-1], 1e-30), 0)
@@ -94,7 +94,7 @@ class RankBased(PrioritizedSampler, ShardedSampler):
         priorities: jax.Array,
         ok: jax.Array,
     ) -> RankBasedState:
-        """Leaves out what is no anchor, no priority, or updated again later in the batch."""
+        """Sets new priorities, except invalid ones, and all but the last one of a slot."""
         old = materialize(lambda: state.raw.at[slots].get(mode="fill", fill_value=-1))
         ok = ok & (old >= 0) & jnp.isfinite(priorities) & (priorities >= 0)
         slots = last_of_equals(ring, jnp.where(ok, slots, ring.capacity))
@@ -103,13 +103,13 @@ class RankBased(PrioritizedSampler, ShardedSampler):
         return state.replace(raw=raw, highest=highest)
 
     def priorities(self, state: RankBasedState) -> jax.Array:
-        """Returns the priorities as they were given."""
+        """Returns the priorities before the exponent, float32 `[N]`."""
         return state.raw
 
     def assign(
         self, state: RankBasedState, slots: jax.Array, priorities: jax.Array, highest: Any = None
     ) -> RankBasedState:
-        """Takes over priorities, distinct slots each, and the greatest one seen elsewhere."""
+        """Sets the priorities of anchors at distinct slots, and the greatest priority so far."""
         new = priorities.astype(jnp.float32)
         new = jnp.where((state.raw[slots] >= 0) & (new >= 0), new, state.raw[slots])
         if highest is None:
@@ -124,7 +124,7 @@ class RankBased(PrioritizedSampler, ShardedSampler):
     def rebuild_index(
         self, ring: Ring, state: RankBasedState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> RankBasedState:
-        """Keeps the priorities of anchors that stay, gives `highest` to those that are new."""
+        """Keeps the priorities of anchors that stay, and gives `highest` to new anchors."""
         is_anchor = jnp.zeros(ring.capacity, bool).at[entered].set(True, mode="drop")
         raw = jnp.where(state.raw >= 0, state.raw, state.highest)
         return state.replace(raw=jnp.where(is_anchor, raw, -1))
@@ -132,11 +132,11 @@ class RankBased(PrioritizedSampler, ShardedSampler):
     def import_state(
         self, state: RankBasedState, old: RankBasedState, slots: jax.Array, new_slots: jax.Array
     ) -> RankBasedState:
-        """Takes over the other state's priorities, and its alpha."""
+        """Copies the priorities and alpha of another state."""
         return self.assign(state.replace(alpha=old.alpha), new_slots, old.raw[slots], old.highest)
 
     def stats(self, ring: Ring, state: RankBasedState, anchors: Anchors) -> ShardStats:
-        """Tells the mass of all ranks; the last of them has the least."""
+        """Returns this shard's statistics; the last rank has the least mass."""
         mass = _masses(ring, state, anchors)
         return ShardStats(
             num_anchors=anchors.count,
@@ -147,20 +147,20 @@ class RankBased(PrioritizedSampler, ShardedSampler):
         )
 
     def exponent(self, beta: Any) -> jax.Array:
-        """Returns beta, the power of the importance weights."""
+        """Returns beta, the exponent of the importance weights."""
         return jnp.asarray(self.beta if beta is None else beta, jnp.float32)
 
     def sync_shards(self, state: RankBasedState, stats: ShardStats) -> RankBasedState:
-        """New items get the greatest priority of all shards."""
+        """Sets the priority of new items to the greatest of all shards."""
         return state.replace(highest=jnp.max(stats.max_priority))
 
     def reset(self, ring: Ring, state: RankBasedState, token: jax.Array) -> RankBasedState:
-        """Forgets the anchors, in the memory of their priorities; alpha stays."""
+        """Removes all anchors, and reuses the memory of their priorities; alpha stays."""
         raw = overwrite(state.raw, -1, token)
         return state.replace(raw=raw, highest=jnp.ones_like(state.highest))
 
 
 def _masses(ring: Ring, state: RankBasedState, anchors: Anchors) -> jax.Array:
-    """Returns the mass of each rank, float32 `[N]`; 0 behind the last anchor."""
+    """Returns the mass of each rank, float32 `[N]`; 0 after the last anchor."""
     rank = jnp.arange(1, ring.capacity + 1, dtype=jnp.int32)
     return jnp.where(rank <= anchors.count, rank.astype(jnp.float32) ** -state.alpha, 0)
