@@ -92,7 +92,7 @@ class PreviousAction(Unit):
     def is_episode_end(
         self, context: Context, state: PreviousActionState, slots: jax.Array
     ) -> jax.Array:
-        """Returns True for slots whose next row, stored or still to come, does not follow."""
+        """Returns True if the environment's next row, even if still to come, begins an episode."""
         ring = context.ring
         is_newest = context.held.after(ring, slots) <= 0
         open_end = state.running[ring.env_of(slots)] > 0

@@ -59,7 +59,7 @@ class Concatenation(Indexed):
 def _through(
     source: tuple[Dataset, ...], numbers: Sequence[int], read: Callable[[Dataset], Iterator[Any]]
 ) -> Iterator[Any]:
-    """Yields what `read` reads of these episodes; consecutive ones of a dataset are one call."""
+    """Yields the results of `read` for these episodes, in one call for neighbours of a dataset."""
     first = np.cumsum([0, *map(len, source)])
     which = np.searchsorted(first, numbers, side="right") - 1
     for part, group in itertools.groupby(zip(which.tolist(), numbers, strict=True), lambda x: x[0]):

@@ -1,4 +1,4 @@
-"""Writes a stream's timesteps to its environments in a server's ring; a lane is a stream there.
+"""Writes a stream's timesteps to its lane, which is the stream's part of a server's ring.
 
 L lanes, W environments in each, E = L W, T time.
 """

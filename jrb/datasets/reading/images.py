@@ -73,8 +73,8 @@ def video_column(
 ) -> DerivedColumn:
     """Returns a column of uint8 RGB frames from videos, decoded when they are read.
 
-    `videos` are the files of the K episodes, and `begins`, float64 `[K]`, their first times in
-    these, in seconds; `times`, `[T]`, are the seconds from there. `ends` is as in `Table`.
+    Episode k begins at `begins[k]` seconds in the file `videos[k]`; `times`, `[T]`, are the seconds
+    of each step after the begin of its episode. `ends` is as in `Table`.
     """
 
     def read(start: int, stop: int) -> np.ndarray:
