@@ -34,7 +34,7 @@ def format_of(path: object) -> str | None:
 
 
 def tables(path: Any) -> list[str]:
-    """Returns the paths of the tables at a path: itself, or a folder's, `part-9` before `part-10`.
+    """Returns `[path]` for a table, or the paths of a folder's tables, `part-9` before `part-10`.
 
     Files whose names begin with `.` or `_` are left out: they are hidden or hold metadata. A file
     that has only the ending of a table is kept, so that opening it raises an error.
