@@ -255,43 +255,43 @@ class ReplayBuffer:
 
     def _write(
         self,
-        verb: str,
+        method: str,
         state: BufferState,
         items: Item,
         mask: Any,
         priorities: Any,
         donate: bool = False,
     ) -> BufferState:
-        """Checks and writes one row of time (`verb` "add") or several ("extend").
+        """Checks and writes one row of time (`method` "add") or several ("extend").
 
         With `donate` and a storage on the host, arrays of the state are written in place.
         """
-        lead, is_add = self._lead(), verb == "add"
+        lead, is_add = self._lead(), method == "add"
         time: tuple[int, ...] = ()
         takes = isinstance(self.sampler, PrioritizedSampler) and self.sampler.takes_priorities
         if priorities is not None and not takes:
             raise TypeError(
-                f"{verb}: priorities: expected a sampler that takes priorities with what is added, "
-                f"got {type(self.sampler).__name__}. Build the buffer with "
+                f"{method}: priorities: expected a sampler that takes priorities with what is "
+                f"added, got {type(self.sampler).__name__}. Build the buffer with "
                 "sampler=jrb.Prioritized()."
             )
         # `extend` takes a sequence of rows of objects, which is checked where it is written.
         if self.storage.of_objects and not is_add:
-            return eager.write_objects(self, state, items, mask, verb, priorities, donate)
+            return eager.write_objects(self, state, items, mask, method, priorities, donate)
         if not self.storage.of_objects:
-            items = self._arrays(items, verb)
+            items = self._arrays(items, method)
             time = () if is_add else (checks.length(items),)
         if mask is not None:
-            mask = checks.write_mask(verb, mask, time, lead, self.writer)
+            mask = checks.write_mask(method, mask, time, lead, self.writer)
         if priorities is not None:
             if not donate:  # `jrb.jitted` warns itself, after the call
-                warn_of_refused(self, verb, priorities, depth=4)
-            priorities = checks.given_priorities(verb, priorities, (*time, *lead))
+                warn_of_refused(self, method, priorities, depth=4)
+            priorities = checks.given_priorities(method, priorities, (*time, *lead))
         if is_add:
             mask, priorities = (it if it is None else it[None] for it in (mask, priorities))
         if self.storage.of_objects:
-            return eager.write_objects(self, state, [items], mask, verb, priorities, donate)
-        rows = self._to_stored(state, items, (*time, *lead), verb)
+            return eager.write_objects(self, state, [items], mask, method, priorities, donate)
+        rows = self._to_stored(state, items, (*time, *lead), method)
         if is_add:
             rows = jax.tree.map(_one_row, rows)
         elif 0 in time:
@@ -662,24 +662,24 @@ class ReplayBuffer:
 
     # Arguments.
 
-    def _prioritized(self, verb: str) -> PrioritizedSampler:
+    def _prioritized(self, method: str) -> PrioritizedSampler:
         """Returns the sampler, or raises if it has no priorities."""
         if isinstance(self.sampler, PrioritizedSampler):
             return self.sampler
         raise TypeError(
-            f"{verb}: expected a sampler with priorities, got {type(self.sampler).__name__}. "
+            f"{method}: expected a sampler with priorities, got {type(self.sampler).__name__}. "
             "Build the buffer with sampler=jrb.Prioritized()."
         )
 
-    def _slots(self, verb: str, indices: Any) -> jax.Array:
-        slots = checks.indices(verb, indices)
-        checks.in_range(verb, slots, self.capacity)
+    def _slots(self, method: str, indices: Any) -> jax.Array:
+        slots = checks.indices(method, indices)
+        checks.in_range(method, slots, self.capacity)
         return slots
 
-    def _arrays(self, items: Item, verb: str) -> Item:
+    def _arrays(self, items: Item, method: str) -> Item:
         """Returns items whose leaves are arrays; with `cast`, of dtypes that JAX keeps."""
-        items = casting.arrays(items, verb)
-        return casting.kept(items, verb) if self.cast else items
+        items = casting.arrays(items, method)
+        return casting.kept(items, method) if self.cast else items
 
     def _stored_spec(self, example: Item) -> Item:
         """Returns the spec of one item after the inverses of all transforms."""
@@ -689,17 +689,19 @@ class ReplayBuffer:
             raise ValueError("init: expected at least one leaf, got an empty pytree.")
         return spec
 
-    def _to_stored(self, state: BufferState, items: Item, lead: tuple[int, ...], verb: str) -> Item:
+    def _to_stored(
+        self, state: BufferState, items: Item, lead: tuple[int, ...], method: str
+    ) -> Item:
         """Returns items as the storage takes them, leaves `[*lead, ...]`, or raises."""
         # Inverses take one item: one `vmap` for each leading axis.
         if self.transforms and transforming.inverses(self.transforms):
-            checks.lead(items, lead, verb)
+            checks.lead(items, lead, method)
             inverse = functools.partial(transforming.inward, self.transforms)
             for _ in lead:
                 inverse = jax.vmap(inverse)
             items = inverse(casting.copy_arrays(items))
         spec, envs = self.stored(state), self.num_envs  # which checks the state
-        mend = f"Give {_LAYOUT[verb, envs is None]}."
+        mend = f"Give {_LAYOUT[method, envs is None]}."
         pairs = zip(jax.tree.leaves(spec), jax.tree.leaves(items), strict=False)
         if envs is not None and all(
             want.shape[:1] == (envs,) and np.shape(leaf)[len(lead) - 1 :] == want.shape
@@ -710,28 +712,30 @@ class ReplayBuffer:
                 "transition: jax.tree.map(lambda leaf: leaf[0], example)."
             )
         if self.cast:
-            items = casting.to_spec(spec, items, verb)
-        pytree.check_like(spec, items, verb, mend, lead, casts=self.cast)
+            items = casting.to_spec(spec, items, method)
+        pytree.check_like(spec, items, method, mend, lead, casts=self.cast)
         return items
 
-    def _values(self, verb: str, spec: Item, values: Item, lead: tuple[int, ...]) -> dict[str, Any]:
+    def _values(
+        self, method: str, spec: Item, values: Item, lead: tuple[int, ...]
+    ) -> dict[str, Any]:
         """Returns values `[*lead, ...]` by name, checked against `spec`, which is of one item."""
-        values = self._arrays(values, verb)
+        values = self._arrays(values, method)
         named = dict(zip(pytree.leaf_names(values), jax.tree.leaves(values), strict=True))
         stored = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
         for name in named.keys() - stored.keys():
             raise ValueError(
-                f"{verb}: leaf '{name}': expected leaves that the items have, {sorted(stored)}."
+                f"{method}: leaf '{name}': expected leaves that the items have, {sorted(stored)}."
             )
-        self.writer.check_edit(verb, frozenset(named))
+        self.writer.check_edit(method, frozenset(named))
         expected = {
             name: jax.ShapeDtypeStruct((*lead, *stored[name].shape), stored[name].dtype)
             for name in named
         }
         if self.cast:
-            named = casting.to_spec(expected, named, verb)
+            named = casting.to_spec(expected, named, method)
         mend = "Give one value for each item, as it is stored."
-        pytree.check_like(expected, named, verb, mend, casts=self.cast)
+        pytree.check_like(expected, named, method, mend, casts=self.cast)
         return named
 
     def _rows_of_windows(self, sample: Sample, spec: Item, values: Item) -> tuple[Sample, Any]:

@@ -50,8 +50,8 @@ class Report:
 
     def __str__(self) -> str:
         parts = ", ".join(
-            f"{verb} {seconds * 1e6:,.0f} us" + (f" x {count}" if count > 1 else "")
-            for verb, count, seconds in self.parts
+            f"{method} {seconds * 1e6:,.0f} us" + (f" x {count}" if count > 1 else "")
+            for method, count, seconds in self.parts
         )
         lines = [
             f"A call takes {self.seconds * 1e6:,.0f} us" + (f" ({parts} alone)." if parts else "."),
@@ -198,11 +198,11 @@ def _parts(step: Any, args: tuple) -> tuple[tuple[str, int, float], ...]:
     """Returns the methods that a step calls, how often, and the time of each one alone."""
     calls: dict[Any, int] = {}
 
-    def note(verb: str, buffer: Any, state: Any, arguments: dict, result: Any) -> None:
-        size = result[1].indices.shape[0] if verb == "sample" else None
+    def note(method: str, buffer: Any, state: Any, arguments: dict, result: Any) -> None:
+        size = result[1].indices.shape[0] if method == "sample" else None
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, arguments))
         if not isinstance(buffer.storage, HostStorage | HostStorageProxy):  # it would be written to
-            call = verb, buffer, size, SpecKey(specs)
+            call = method, buffer, size, SpecKey(specs)
             calls[call] = calls.get(call, 0) + 1
 
     # A compiled step is not traced again for arguments that it knows.
@@ -215,11 +215,11 @@ def _parts(step: Any, args: tuple) -> tuple[tuple[str, int, float], ...]:
     return tuple((call[0], count, _time_alone(*call)) for call, count in calls.items())
 
 
-def _time_alone(verb: str, buffer: Any, size: int | None, specs: SpecKey) -> float:
+def _time_alone(method: str, buffer: Any, size: int | None, specs: SpecKey) -> float:
     def run(state: Any, arguments: Any) -> Any:
-        if verb == "sample":
+        if method == "sample":
             return eager.draw(buffer, state, arguments["key"], size or 0, None)
-        if verb == "add":
+        if method == "add":
             return eager.write(buffer, state, arguments["items"], None)
         return eager.update(buffer, state, arguments["which"], arguments["priorities"])
 
@@ -234,5 +234,5 @@ def _time_alone(verb: str, buffer: Any, size: int | None, specs: SpecKey) -> flo
         begin = time.perf_counter()
         result = jax.block_until_ready(compiled(state, arguments))
         seconds.append(time.perf_counter() - begin)
-        state = result[0] if verb == "sample" else result
+        state = result[0] if method == "sample" else result
     return statistics.median(seconds[1:])

@@ -175,11 +175,11 @@ def _class_name(value: Any) -> str:
     return next(cls.__name__ for cls in type(value).__mro__ if not cls.__name__.startswith("_"))
 
 
-def check_origin(verb: str, sample: Sample, origin: str) -> None:
+def check_origin(method: str, sample: Sample, origin: str) -> None:
     """Raises ValueError if the sample was drawn by a description with another origin."""
     if sample.origin not in (None, origin):
         raise ValueError(
-            f"{verb}: expected a Sample that this buffer drew, {origin}, got one of "
+            f"{method}: expected a Sample that this buffer drew, {origin}, got one of "
             f"{sample.origin}, whose slots are others. Pass what sample or draw of this very "
             "description gave; if both describe one state, pass sample.replace(origin=None)."
         )

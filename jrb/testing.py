@@ -550,13 +550,13 @@ def _expect_held(buffer: ReplayBuffer, state: BufferState, when: str) -> None:
 
 
 def _expect_priorities(
-    buffer: ReplayBuffer, before: tuple[Any, Any], after: tuple[Any, Any], verb: str
+    buffer: ReplayBuffer, before: tuple[Any, Any], after: tuple[Any, Any], method: str
 ) -> None:
     """Raises unless slots that are anchors before and after kept their priorities."""
     if buffer.sampler.prioritized:
         old, new = (np.asarray(buffer.priorities(*pair)) for pair in (before, after))
         both = (old >= 0) & (new >= 0)
-        _expect_equal(new[both], old[both], f"{verb} keeps the priorities of anchors that stay")
+        _expect_equal(new[both], old[both], f"{method} keeps the priorities of anchors that stay")
 
 
 def _expect_even(numbers: np.ndarray, contract: str, rtol: float = 1e-2) -> None:

@@ -194,8 +194,8 @@ def prefetch(attack, path):
 def prefetch_draws(attack, path):
     """Batches of a buffer whose state goes on in place, in a loop that is left and entered anew."""
     buffer = buffer_of(sampler=jrb.Prioritized())
-    verbs = jrb.jitted(buffer)
-    held = [verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})]
+    methods = jrb.jitted(buffer)
+    held = [methods.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})]
 
     def loop():
         with jrb.prefetch(buffer, lambda: held[0], jax.random.key(0)) as batches:

@@ -66,7 +66,7 @@ def use_one_thread(monkeypatch):
 
 
 def write_small_states_in_place(monkeypatch):
-    """Makes compiled verbs donate small states too, which are copied else."""
+    """Makes compiled methods donate small states too, which are copied else."""
     monkeypatch.setattr(eager, "_MANY_ELEMENTS", 0)
 
 
@@ -86,7 +86,7 @@ def verify_in_pieces(monkeypatch, size):
 
 @contextlib.contextmanager
 def devices_counted_anew():
-    """Lets the verbs count JAX's devices again, at the begin and the end of a block."""
+    """Lets the methods count JAX's devices again, at the begin and the end of a block."""
     validate._has_one_device.cache_clear()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The verbs, against a plain Python model and one by one."""
+"""The methods, against a plain Python model and one by one."""
 
 import collections
 import functools
@@ -25,7 +25,7 @@ def number(values):
 
 @functools.lru_cache
 def jitted(rows, envs, length):
-    """Verbs of one ring, compiled; calls of `extend` have `length` rows."""
+    """Methods of one ring, compiled; calls of `extend` have `length` rows."""
     buffer = jrb.ReplayBuffer(rows * (envs or 1), num_envs=envs, batch_size=64)
     return buffer, jax.jit(buffer.extend), jax.jit(buffer.add), jax.jit(buffer.sample)
 
@@ -51,14 +51,14 @@ def test_random_streams_agree_with_the_model(rows, envs, commands):
     lead = () if envs is None else (envs,)
     state, model = buffer.init(number(0)), reference.Ring(rows, envs or 1)
     fresh = 0
-    for verb, mask in commands:
-        count = (5 if "extend" in verb else 1) * (envs or 1)
+    for method, mask in commands:
+        count = (5 if "extend" in method else 1) * (envs or 1)
         ids = np.arange(fresh, fresh + count, dtype=np.int32)
         fresh += count
-        if verb == "empty":
+        if method == "empty":
             state = buffer.empty(state)
             model.empty()
-        elif "extend" in verb:
+        elif "extend" in method:
             flags = None if mask is None else np.array(mask)
             state = extend(state, number(ids.reshape(5, *lead)), flags)
             model.extend(ids.reshape(5, -1).tolist(), mask)

@@ -1,4 +1,4 @@
-"""Verbs inside functions that are differentiated: a state is data, which nothing flows through."""
+"""Methods inside differentiated functions: a state is data, which nothing flows through."""
 
 import functools
 
@@ -119,7 +119,7 @@ def total(tree):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_a_verb_returns_does_not_depend_on_parameters(name):
+def test_what_a_method_returns_does_not_depend_on_parameters(name):
     call = CALLS[name]
     want = call(3.0)
     loss = lambda number: number**2 + total(call(number))

@@ -115,7 +115,7 @@ def drawn(key):
 
 
 def program(buffer):
-    """Every verb, in an order that promises to copy nothing."""
+    """Every method, in an order that promises to copy nothing."""
 
     def run(state, given):
         state = buffer.extend(state, given["many"])
@@ -197,7 +197,7 @@ def test_every_family_of_parts_meets_every_mode(place):
 
 
 def edits(buffer):
-    """Verbs that edit, and priorities on the way in."""
+    """Methods that edit, and priorities on the way in."""
 
     def run(state, given):
         error = jnp.abs(given["one"]["next"]["reward"])
@@ -244,7 +244,7 @@ def compare(buffer, run, modes, in_place=True):
 
 
 def calls(buffer, state):
-    """Every verb as a function of arrays alone, and what it is given."""
+    """Every method as a function of arrays alone, and what it is given."""
     key, three = jax.random.key(0), jnp.arange(3, dtype=jnp.int32)
     one, many, sample = rows(key, E), rows(key, 6, E), jax.jit(buffer.sample)(state, key)
     found = {
@@ -291,7 +291,7 @@ def varied(tree, axis, wanted):
     ],
     ids=str,
 )
-def test_verbs_take_any_mixture_of_arguments_that_vary_and_that_do_not(unit, sampler, parts):
+def test_methods_take_any_mixture_of_arguments_that_vary_and_that_do_not(unit, sampler, parts):
     buffer = buffer_of(unit, sampler, 32, **parts)
     mesh = jax.make_mesh((D,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     state = jax.jit(buffer.extend)(buffer.init(EXAMPLE), rows(jax.random.key(1), 19, E))
@@ -385,7 +385,7 @@ def grown(recipe):
     return (temps[0] - temps[1]) / (sizes[0] - sizes[1])
 
 
-def test_a_verb_under_vmap_is_in_place_on_every_device():
+def test_a_method_under_vmap_is_in_place_on_every_device():
     assert grown(by_vmap) < 0.01
 
 

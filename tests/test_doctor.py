@@ -170,9 +170,9 @@ def test_nothing_is_found_where_nothing_is_copied(case):
     jax.tree.map(lambda a, b: bool((a == b).all()) or pytest.fail("changed"), arguments, before)
 
 
-def test_verbs_and_traces_are_counted():
+def test_methods_and_traces_are_counted():
     report = doctor(fresh_step, LATER.init(ITEM), ITEM, KEY)
-    assert [(verb, count) for verb, count, _ in report.parts] == [
+    assert [(method, count) for method, count, _ in report.parts] == [
         ("add", 1), ("sample", 1), ("update_priority", 1)
     ]  # fmt: skip
 

@@ -35,7 +35,7 @@ def wrong(name):
         "attribute": lambda: sample.experience,
         "old data": lambda: state.experience,
         "index": lambda: sample["observation"],
-        "verb": lambda: buffer.push,
+        "method": lambda: buffer.push,
         "maker": lambda: jrb.make_prioritised_flat_buffer,
         "spelling": lambda: jrb.NStpe,
         "option": lambda: jrb.NStep(gamma=0.9),
@@ -71,7 +71,7 @@ def wrong(name):
         ("attribute", AttributeError, "experience is data here"),
         ("old data", AttributeError, "'BufferState' object has no attribute 'experience'"),
         ("index", TypeError, r"data\['observation'\]"),
-        ("verb", AttributeError, "push is add here"),
+        ("method", AttributeError, "push is add here"),
         ("maker", AttributeError, r"jrb\.ReplayBuffer\(.*jrb\.Prioritized\(\)"),
         ("spelling", AttributeError, r"Did you mean NStep\?"),
         ("option", TypeError, "gamma is discount here"),
@@ -190,8 +190,8 @@ def test_refused_priorities_cost_no_wait_and_nothing_inside_jit():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(buffer.update_priority)(state, sample, jnp.array([jnp.nan, 1.0]))
-        verbs = jrb.jitted(buffer)
-        verbs.update_priority(jax.tree.map(jnp.copy, state), sample, jnp.array([jnp.nan, 1.0]))
+        methods = jrb.jitted(buffer)
+        methods.update_priority(jax.tree.map(jnp.copy, state), sample, jnp.array([jnp.nan, 1.0]))
         masked = sample.replace(mask=jnp.array([False, True]))
         buffer.update_priority(state, masked, np.array([np.nan, 1.0]))
 

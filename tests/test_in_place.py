@@ -96,7 +96,7 @@ def add_sample_update_twice(buffer, state, total, key):
 
 
 def everything(buffer, state, total, key):
-    """All verbs, in the orders that promise to copy nothing."""
+    """All methods, in the orders that promise to copy nothing."""
     state = buffer.add(state, rows(total, E), mask=total > 0.5)
     state, sample = buffer.draw(state, key)
     total = total + testing.consumed(sample)

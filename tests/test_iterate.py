@@ -204,18 +204,18 @@ STORAGES = {
 
 
 def prioritized(storage):
-    """A buffer, its compiled verbs, and a state that holds 0 to 63."""
+    """A buffer, its compiled methods, and a state that holds 0 to 63."""
     parts = {"batch_size": 8, "sampler": jrb.Prioritized(), "storage": STORAGES[storage]()}
     buffer = jrb.ReplayBuffer(64, **parts)
-    verbs = jrb.jitted(buffer)
-    return buffer, verbs, verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(64)})
+    methods = jrb.jitted(buffer)
+    return buffer, methods, methods.extend(buffer.init({"x": 0}), {"x": jnp.arange(64)})
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_state_that_was_donated_is_left_for_the_next_one(storage, monkeypatch):
     seams.write_small_states_in_place(monkeypatch)
-    buffer, verbs, old = prioritized(storage)
-    new = verbs.add(old, {"x": jnp.int32(64)})
+    buffer, methods, old = prioritized(storage)
+    new = methods.add(old, {"x": jnp.int32(64)})
     states = iter([old, old, old, new])
     with jrb.prefetch(buffer, lambda: next(states), KEY, 1) as batches:
         expected = buffer.sample(new, jax.random.fold_in(KEY, 0))
@@ -229,8 +229,8 @@ def test_a_state_that_was_donated_is_left_for_the_next_one(storage, monkeypatch)
 
 
 def test_a_state_that_nothing_follows_ends_the_wait(monkeypatch):
-    buffer, verbs, state = prioritized("device")
-    verbs.add(state, {"x": jnp.int32(64)})
+    buffer, methods, state = prioritized("device")
+    methods.add(state, {"x": jnp.int32(64)})
     again = lambda: jax.tree.map(lambda leaf: leaf, state)  # another object each time
     monkeypatch.setattr(iterate, "_PATIENCE", 1e9)
     batches = jrb.prefetch(buffer, again, KEY)
@@ -245,13 +245,13 @@ def test_a_state_that_nothing_follows_ends_the_wait(monkeypatch):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_batches_are_drawn_ahead_while_compiled_verbs_write_in_place(storage, monkeypatch):
+def test_batches_are_drawn_ahead_while_compiled_methods_write_in_place(storage, monkeypatch):
     seams.write_small_states_in_place(monkeypatch)
-    buffer, verbs, state = prioritized(storage)
+    buffer, methods, state = prioritized(storage)
     with jrb.prefetch(buffer, lambda: state, KEY) as batches:
         for number, batch in zip(range(40), batches, strict=False):
-            state = verbs.add(state, {"x": jnp.int32(64 + number)})
-            state = verbs.update_priority(state, batch, jnp.arange(8.0))
+            state = methods.add(state, {"x": jnp.int32(64 + number)})
+            state = methods.update_priority(state, batch, jnp.arange(8.0))
             assert np.asarray(batch.mask).all()
             assert np.asarray(batch.data["x"] < 65 + number).all()
     assert int(buffer.size(state)) == 64

@@ -1,4 +1,4 @@
-"""Loops in Python: compiled verbs, copies that are told, items of NumPy's dtypes, no retraces."""
+"""Loops in Python: compiled methods, copies that are told, items of NumPy's dtypes, no retraces."""
 
 import operator
 import warnings
@@ -37,69 +37,69 @@ PARTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS, ids=repr)
-def test_compiled_verbs_do_what_the_buffer_does(parts):
+def test_compiled_methods_do_what_the_buffer_does(parts):
     buffer = jrb.ReplayBuffer(20, num_envs=2, batch_size=4, **parts)
-    verbs, (mine, state) = jrb.jitted(buffer), (buffer.init(EXAMPLE), buffer.init(EXAMPLE))
+    methods, (mine, state) = jrb.jitted(buffer), (buffer.init(EXAMPLE), buffer.init(EXAMPLE))
     for number in range(4):
-        mine = verbs.extend(mine, row(number, 2, 2))
-        mine = verbs.add(mine, row(number, 2), mask=number != 1)
+        mine = methods.extend(mine, row(number, 2, 2))
+        mine = methods.add(mine, row(number, 2), mask=number != 1)
         state = buffer.extend(state, row(number, 2, 2))
         state = buffer.add(state, row(number, 2), mask=number != 1)
-    mine, one = verbs.draw(mine, KEY)
+    mine, one = methods.draw(mine, KEY)
     state, other = buffer.draw(state, KEY)
     jax.tree.map(np.testing.assert_array_equal, one.data, other.data)
     if buffer.sampler.prioritized:
-        mine = verbs.update_priority(mine, one, jnp.arange(4.0))
+        mine = methods.update_priority(mine, one, jnp.arange(4.0))
         state = buffer.update_priority(state, other, jnp.arange(4.0))
-        mine, state = verbs.set_alpha(mine, 0.3), buffer.set_alpha(state, 0.3)
-    mine, state = verbs.truncate(mine), buffer.truncate(state)
-    one, other = verbs.sample(mine, KEY, 3), buffer.sample(state, KEY, 3)
+        mine, state = methods.set_alpha(mine, 0.3), buffer.set_alpha(state, 0.3)
+    mine, state = methods.truncate(mine), buffer.truncate(state)
+    one, other = methods.sample(mine, KEY, 3), buffer.sample(state, KEY, 3)
     np.testing.assert_array_equal(one.indices, other.indices)
     np.testing.assert_allclose(one.weights, other.weights, rtol=1e-6)
-    assert int(verbs.size(mine)) == int(buffer.size(state))
-    assert bool(verbs.can_sample(mine)) == bool(buffer.can_sample(state))
+    assert int(methods.size(mine)) == int(buffer.size(state))
+    assert bool(methods.can_sample(mine)) == bool(buffer.can_sample(state))
     jax.tree.map(
         np.testing.assert_array_equal,
-        verbs.take(mine, one.indices),
+        methods.take(mine, one.indices),
         buffer.take(state, other.indices),
     )
-    assert int(verbs.size(verbs.empty(mine))) == 0
+    assert int(methods.size(methods.empty(mine))) == 0
 
 
 def test_what_is_given_is_donated_and_what_is_read_is_not():
     buffer = jrb.ReplayBuffer(2000, batch_size=4, sampler=jrb.Prioritized())
-    verbs = jrb.jitted(buffer)
-    state = verbs.init({"x": jnp.zeros(256)})
+    methods = jrb.jitted(buffer)
+    state = methods.init({"x": jnp.zeros(256)})
     where = state.storage["x"].unsafe_buffer_pointer()
     for number in range(3):
-        old, state = state, verbs.add(state, {"x": np.full(256, number, np.float32)})
+        old, state = state, methods.add(state, {"x": np.full(256, number, np.float32)})
         assert old.storage["x"].is_deleted()
-    sample = verbs.sample(state, KEY)
-    state = verbs.update_priority(state, sample, np.ones(4))
-    state, _ = verbs.draw(state, KEY)
+    sample = methods.sample(state, KEY)
+    state = methods.update_priority(state, sample, np.ones(4))
+    state, _ = methods.draw(state, KEY)
     assert state.storage["x"].unsafe_buffer_pointer() == where
     assert sample.data["x"].shape == (4, 256)
 
 
 ONES = np.ones(4, np.float32)
 MOVES = {
-    "update_priority": lambda verbs, state, sample: verbs.update_priority(state, sample, ONES),
-    "drop": lambda verbs, state, sample: verbs.drop(state, sample),
-    "set_alpha": lambda verbs, state, sample: verbs.set_alpha(state, 0.3),
-    "draw": lambda verbs, state, sample: verbs.draw(state, KEY)[0],
+    "update_priority": lambda methods, state, sample: methods.update_priority(state, sample, ONES),
+    "drop": lambda methods, state, sample: methods.drop(state, sample),
+    "set_alpha": lambda methods, state, sample: methods.set_alpha(state, 0.3),
+    "draw": lambda methods, state, sample: methods.draw(state, KEY)[0],
 }
 GIVEN_SAMPLES = {
     "update_priority": MOVES["update_priority"],
     "drop": MOVES["drop"],
-    "set": lambda verbs, state, sample: verbs.set(state, sample, {"action": jnp.arange(4)}),
+    "set": lambda methods, state, sample: methods.set(state, sample, {"action": jnp.arange(4)}),
 }
 
 
 @pytest.mark.parametrize("name", MOVES)
 def test_what_only_moves_the_sampler_passes_nothing_else(name):
-    verbs = jrb.jitted(jrb.ReplayBuffer(20, batch_size=4, sampler=jrb.Prioritized()))
-    old = verbs.extend(verbs.init(EXAMPLE), row(1, 4))
-    new = MOVES[name](verbs, old, verbs.sample(old, KEY))
+    methods = jrb.jitted(jrb.ReplayBuffer(20, batch_size=4, sampler=jrb.Prioritized()))
+    old = methods.extend(methods.init(EXAMPLE), row(1, 4))
+    new = MOVES[name](methods, old, methods.sample(old, KEY))
     assert new.ring == old.ring
     rest = lambda state: jax.tree.leaves(state.replace(sampler=None))
     assert all(kept is leaf for kept, leaf in zip(rest(old), rest(new), strict=True))
@@ -109,12 +109,12 @@ def test_what_only_moves_the_sampler_passes_nothing_else(name):
 @pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize("name", GIVEN_SAMPLES)
-def test_inside_jit_writes_wait_for_the_items_that_compiled_verbs_were_given(name):
+def test_inside_jit_writes_wait_for_the_items_that_compiled_methods_were_given(name):
     def step(buffer, state, total, key):
-        verbs = jrb.jitted(buffer)
-        sample = verbs.sample(state, key)
-        state = GIVEN_SAMPLES[name](verbs, state, sample)
-        return verbs.add(state, jrb.testing.rows(EXAMPLE, total)), jrb.testing.consumed(sample)
+        methods = jrb.jitted(buffer)
+        sample = methods.sample(state, key)
+        state = GIVEN_SAMPLES[name](methods, state, sample)
+        return methods.add(state, jrb.testing.rows(EXAMPLE, total)), jrb.testing.consumed(sample)
 
     make = lambda capacity: jrb.ReplayBuffer(capacity, batch_size=4, sampler=jrb.Prioritized())
     assert jrb.testing.growth(make, EXAMPLE, step) < 0.01
@@ -123,9 +123,9 @@ def test_inside_jit_writes_wait_for_the_items_that_compiled_verbs_were_given(nam
 @pytest.mark.slow
 def test_inside_jit_writes_wait_for_the_items_that_a_compiled_mix_was_given():
     def step(mix, states, total, key):
-        verbs, rows = jrb.jitted(mix), jrb.testing.rows(EXAMPLE, total)
-        sample = verbs.sample(states, key)
-        states = verbs.update_priority(states, sample, ONES)
+        methods, rows = jrb.jitted(mix), jrb.testing.rows(EXAMPLE, total)
+        sample = methods.sample(states, key)
+        states = methods.update_priority(states, sample, ONES)
         added = [jrb.jitted(one).add(of, rows) for one, of in zip(mix.buffers, states, strict=True)]
         return tuple(added), jrb.testing.consumed(sample)
 
@@ -134,41 +134,41 @@ def test_inside_jit_writes_wait_for_the_items_that_a_compiled_mix_was_given():
     assert jrb.testing.growth(make, EXAMPLE, step) < 0.01
 
 
-def test_compiled_verbs_are_made_once_and_trace_once(compilations):
+def test_compiled_methods_are_made_once_and_trace_once(compilations):
     buffer = jrb.ReplayBuffer(20, batch_size=4)
     assert jrb.jitted(buffer) is jrb.jitted(jrb.ReplayBuffer(20, batch_size=4))
-    verbs = jrb.jitted(buffer)
-    state = verbs.add(verbs.init(EXAMPLE), row(0))
-    verbs.sample(state, jax.random.key(9))
+    methods = jrb.jitted(buffer)
+    state = methods.add(methods.init(EXAMPLE), row(0))
+    methods.sample(state, jax.random.key(9))
     with compilations() as count:
         for number in range(3):
-            state = verbs.add(state, row(number))
-            verbs.sample(state, jax.random.key(number))
+            state = methods.add(state, row(number))
+            methods.sample(state, jax.random.key(number))
     assert count() == 0
 
 
-def test_from_nothing_compiled_verbs_draw_nothing():
-    verbs = jrb.jitted(jrb.ReplayBuffer(20, batch_size=4))
-    sample = verbs.sample(verbs.init(EXAMPLE), KEY)
+def test_from_nothing_compiled_methods_draw_nothing():
+    methods = jrb.jitted(jrb.ReplayBuffer(20, batch_size=4))
+    sample = methods.sample(methods.init(EXAMPLE), KEY)
     assert not sample.mask.any()
     assert not sample.weights.any()
     with pytest.raises(TypeError, match="expected a ReplayBuffer or a Mix"):
         jrb.jitted(3)
 
 
-def test_compiled_verbs_of_a_mix():
+def test_compiled_methods_of_a_mix():
     one = jrb.ReplayBuffer(20, sampler=jrb.Prioritized())
     other = jrb.ReplayBuffer(10)
     mix = jrb.Mix((one, other), (0.5, 0.5), batch_size=4)
     states = one.add(one.init(EXAMPLE), row(1)), other.add(other.init(EXAMPLE), row(2))
-    verbs = jrb.jitted(mix)
+    methods = jrb.jitted(mix)
     want = mix.sample(states, KEY)
-    got = verbs.sample(states, KEY)
+    got = methods.sample(states, KEY)
     np.testing.assert_array_equal(got.data["action"], want.data["action"])
-    states, sample = verbs.draw(states, KEY, proportions=jnp.array([0.25, 0.75]))
-    states = verbs.update_priority(states, sample, jnp.full(4, 5.0))
+    states, sample = methods.draw(states, KEY, proportions=jnp.array([0.25, 0.75]))
+    states = methods.update_priority(states, sample, jnp.full(4, 5.0))
     assert float(states[0].sampler.raw[0]) == 5.0
-    assert verbs.size(states).tolist() == [1, 1]
+    assert methods.size(states).tolist() == [1, 1]
 
 
 # Copies.
@@ -234,24 +234,24 @@ def test_wide_dtypes_are_one_error_everywhere(make):
 @pytest.mark.parametrize("make", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
 def test_wide_dtypes_are_converted_where_asked_for(make):
     buffer = jrb.ReplayBuffer(10, batch_size=2, cast=True)
-    verbs = make(buffer)
-    state = verbs.init(STEP)
+    methods = make(buffer)
+    state = methods.init(STEP)
     assert {name: str(leaf.dtype) for name, leaf in buffer.stored(state).items()} == {
         "observation": "float32",
         "action": "int32",
         "reward": "float32",
         "end": "bool",
     }
-    state = verbs.add(state, STEP)
-    state = verbs.add(state, STEP | {"reward": 2, "observation": np.ones(2, np.float16)})
-    state = verbs.extend(state, jax.tree.map(lambda leaf: np.stack([leaf] * 3), STEP))
+    state = methods.add(state, STEP)
+    state = methods.add(state, STEP | {"reward": 2, "observation": np.ones(2, np.float16)})
+    state = methods.extend(state, jax.tree.map(lambda leaf: np.stack([leaf] * 3), STEP))
     items = buffer.take(state, jnp.arange(5))
     assert items["reward"].tolist() == [0.5, 2.0, 0.5, 0.5, 0.5]
     assert items["action"].tolist() == [3] * 5
     with pytest.raises(ValueError, match=r"'action': expected integers that int32 holds"):
-        verbs.add(state, STEP | {"action": np.int64(2**40)})
+        methods.add(state, STEP | {"action": np.int64(2**40)})
     with pytest.raises(TypeError, match=r"'end': expected dtype bool, got float32"):
-        verbs.add(state, STEP | {"end": np.float64(0)})
+        methods.add(state, STEP | {"end": np.float64(0)})
 
 
 @pytest.mark.parametrize("make", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
@@ -290,7 +290,7 @@ COMPOSITIONS += [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", COMPOSITIONS, ids=repr)
-def test_no_eager_verb_compiles_at_its_second_call(parts, compilations):
+def test_no_eager_method_compiles_at_its_second_call(parts, compilations):
     buffer = jrb.ReplayBuffer(16, num_envs=2, batch_size=2, **parts)
     state = buffer.extend(buffer.init(EXAMPLE), row(1, 6, 2))
 
@@ -328,7 +328,7 @@ def test_an_eager_draw_is_one_program_that_copies_nothing_of_the_state(compilati
 
 
 @pytest.mark.slow
-def test_no_verb_of_a_mix_compiles_at_its_second_call(compilations):
+def test_no_method_of_a_mix_compiles_at_its_second_call(compilations):
     one = jrb.ReplayBuffer(20, sampler=jrb.Prioritized())
     other = jrb.ReplayBuffer(10)
     mix = jrb.Mix((one, other), (1.0, 0.0), batch_size=4)
@@ -362,31 +362,31 @@ def test_an_eager_transform_sees_a_value_that_changes():
 @pytest.mark.parametrize("parts", PARTS[:2])
 def test_states_that_were_donated_are_told_of(parts):
     buffer = jrb.ReplayBuffer(8, batch_size=2, **parts)
-    verbs = jrb.jitted(buffer)
-    old = verbs.extend(verbs.init(EXAMPLE), row(1, 4))
-    new = verbs.add(old, row(2))
-    for of in (verbs, buffer):
+    methods = jrb.jitted(buffer)
+    old = methods.extend(methods.init(EXAMPLE), row(1, 4))
+    new = methods.add(old, row(2))
+    for of in (methods, buffer):
         calls = [lambda of=of: of.add(old, row(3)), lambda of=of: of.sample(old, KEY)]
         calls += [lambda of=of: of.draw(old, KEY), lambda of=of: of.empty(old)]
         for call in calls:
             with pytest.raises(ValueError, match=r"donated, .*Go on with the state that came back"):
                 call()
-    assert int(verbs.size(new)) == 5
+    assert int(methods.size(new)) == 5
 
 
 def test_every_method_tells_of_a_state_that_was_donated():
     buffer = jrb.ReplayBuffer(8, batch_size=2, sampler=jrb.Prioritized())
-    verbs = jrb.jitted(buffer)
-    old = verbs.extend(verbs.init(EXAMPLE), row(1, 4))
-    sample, slots, ones = verbs.sample(old, KEY), jnp.arange(2), jnp.ones(2)
-    verbs.add(old, row(2))
+    methods = jrb.jitted(buffer)
+    old = methods.extend(methods.init(EXAMPLE), row(1, 4))
+    sample, slots, ones = methods.sample(old, KEY), jnp.arange(2), jnp.ones(2)
+    methods.add(old, row(2))
     reads = {"take": (slots,), "size": (), "can_sample": (), "in_order": (), "newest": (1,)}
     reads |= {"priorities": (), "sample": (KEY,), "draw": (KEY,)}
     writes = {"add": (row(3),), "extend": (row(3, 2),), "update_priority": (sample, ones)}
     keep = lambda items: {"action": items["action"]}
     writes |= {"set": (slots, keep(row(1, 2))), "map": (keep,)}
     writes |= {"drop": (slots,), "truncate": (), "empty": (), "set_alpha": (0.5,)}
-    for of in (verbs, buffer):
+    for of in (methods, buffer):
         for name, arguments in (reads | writes).items():
             with pytest.raises(jrb.DonatedError, match="that were donated"):
                 getattr(of, name)(old, *arguments)
@@ -396,9 +396,9 @@ def test_every_method_tells_of_a_state_that_was_donated():
 @pytest.mark.parametrize("cast", [False, True])
 def test_what_is_no_number_is_named_with_its_leaf(leaf, cast):
     buffer = jrb.ReplayBuffer(8, cast=cast)
-    verbs = jrb.jitted(buffer)
+    methods = jrb.jitted(buffer)
     with pytest.raises(TypeError, match=r"add: leaf 'x': expected (numbers|an array), got"):
-        verbs.add(verbs.init({"x": jnp.float32(0)}), {"x": leaf})
+        methods.add(methods.init({"x": jnp.float32(0)}), {"x": leaf})
 
 
 def test_a_program_may_have_no_devices_on_the_host(monkeypatch):
@@ -422,38 +422,38 @@ STORAGES = [jrb.DeviceStorage, jrb.MemmapStorage]
 @pytest.mark.parametrize("storage", STORAGES)
 def test_slots_beyond_int32_are_none_of_the_buffer(storage):
     buffer = jrb.ReplayBuffer(8, batch_size=4, sampler=jrb.Prioritized(), storage=storage())
-    verbs = jrb.jitted(buffer)
-    state = verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})
-    state = verbs.update_priority(state, np.array([2**32 + 1, 2]), np.array([5.0, 7.0]))
-    state = verbs.update_priority(state, [3, 2**40], [9.0, 5.0])
+    methods = jrb.jitted(buffer)
+    state = methods.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})
+    state = methods.update_priority(state, np.array([2**32 + 1, 2]), np.array([5.0, 7.0]))
+    state = methods.update_priority(state, [3, 2**40], [9.0, 5.0])
     assert buffer.priorities(state).tolist() == [1, 1, 7, 9, 1, 1, 1, 1]
 
 
-def test_compiled_verbs_of_items_on_the_host_check_what_the_buffer_checks():
+def test_compiled_methods_of_items_on_the_host_check_what_the_buffer_checks():
     buffer = jrb.ReplayBuffer(8, sampler=jrb.Prioritized(), storage=jrb.MemmapStorage())
-    verbs = jrb.jitted(buffer)
-    state = verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})
+    methods = jrb.jitted(buffer)
+    state = methods.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})
     for slots in (jnp.array([99]), [-1], np.array([2**32 + 1])):
         with pytest.raises(ValueError, match=r"drop: expected indices in \[0, 8\)"):
-            verbs.drop(state, slots)
+            methods.drop(state, slots)
     with pytest.raises(ValueError, match="alpha"):
-        verbs.set_alpha(state, -1.0)
+        methods.set_alpha(state, -1.0)
     with pytest.raises(TypeError, match="expected real numbers"):
-        verbs.update_priority(state, [0], np.array([True]))
+        methods.update_priority(state, [0], np.array([True]))
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_batch_size_that_is_no_integer_is_told(storage):
     buffer = jrb.ReplayBuffer(8, batch_size=4, storage=storage())
-    verbs = jrb.jitted(buffer)
-    state = verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})
+    methods = jrb.jitted(buffer)
+    state = methods.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})
     mixed = jrb.jitted(jrb.Mix((buffer, buffer), (0.5, 0.5), batch_size=4))
     for wrong in (np.array(2), jnp.int32(2), 2.0):
         with pytest.raises(TypeError, match="batch_size: expected an integer"):
-            verbs.sample(state, KEY, wrong)
+            methods.sample(state, KEY, wrong)
         with pytest.raises(TypeError, match="batch_size: expected an integer"):
             mixed.sample((state, state), KEY, wrong)
-    assert verbs.sample(state, KEY, np.int64(2)).indices.shape == (2,)
+    assert methods.sample(state, KEY, np.int64(2)).indices.shape == (2,)
 
 
 def test_a_size_that_was_read_outlives_the_state():
@@ -469,79 +469,81 @@ def test_a_size_that_was_read_outlives_the_state():
 def test_priorities_are_the_same_numbers_everywhere(storage):
     buffer = jrb.ReplayBuffer(8, sampler=jrb.Prioritized(), storage=storage())
     given = np.array([1, 2**40, 7], np.uint64)
-    for verbs in (buffer, jrb.jitted(buffer)):
-        state = verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(3)}, priorities=given)
+    for methods in (buffer, jrb.jitted(buffer)):
+        state = methods.extend(buffer.init({"x": 0}), {"x": jnp.arange(3)}, priorities=given)
         assert buffer.priorities(state).tolist()[:3] == [1.0, 2.0**40, 7.0]
-        state = verbs.update_priority(state, jnp.arange(3), np.array([1e300, 3, 4]))
+        state = methods.update_priority(state, jnp.arange(3), np.array([1e300, 3, 4]))
         assert buffer.priorities(state).tolist()[:3] == [1.0, 3.0, 4.0]
-        state = verbs.update_priority(state, jnp.arange(3), given)
+        state = methods.update_priority(state, jnp.arange(3), given)
         assert buffer.priorities(state).tolist()[:3] == [1.0, 2.0**40, 7.0]
         for wrong in (np.array(["a"]), np.array([1], "m8[s]"), np.array([1j])):
             with pytest.raises(TypeError, match="expected real numbers"):
-                verbs.update_priority(state, jnp.arange(1), wrong)
+                methods.update_priority(state, jnp.arange(1), wrong)
 
 
-def test_a_missing_argument_is_named_with_the_verb():
-    verbs = jrb.jitted(jrb.ReplayBuffer(4, batch_size=1))
-    state = verbs.init({"x": 0.0})
+def test_a_missing_argument_is_named_with_the_method():
+    methods = jrb.jitted(jrb.ReplayBuffer(4, batch_size=1))
+    state = methods.init({"x": 0.0})
     with pytest.raises(TypeError, match=r"Jitted\.sample\(\) missing .* 'key'"):
-        verbs.sample(state)
+        methods.sample(state)
     with pytest.raises(TypeError, match=r"Jitted\.newest\(\) missing .* 'n'"):
-        verbs.newest(state)
+        methods.newest(state)
 
 
-@pytest.mark.parametrize("verb", ["sample", "draw"])
+@pytest.mark.parametrize("method", ["sample", "draw"])
 @pytest.mark.parametrize("storage", [None, "host"])
-def test_a_seed_gives_what_its_key_gives(verb, storage):
+def test_a_seed_gives_what_its_key_gives(method, storage):
     parts = {} if storage is None else {"storage": jrb.MemmapStorage()}
     buffer = jrb.ReplayBuffer(64, batch_size=8, sampler=jrb.Prioritized(), **parts)
-    verbs = jrb.jitted(buffer)
+    methods = jrb.jitted(buffer)
     batches = []
     for key in (7, np.uint32(7), np.int64(7), np.int8(7), jnp.int32(7), jax.random.key(7)):
-        state = verbs.extend(verbs.init({"x": 0}), {"x": jnp.arange(50)})
-        result = getattr(verbs, verb)(state, key, beta=0.5)
-        batches.append(result[-1] if verb == "draw" else result)
+        state = methods.extend(methods.init({"x": 0}), {"x": jnp.arange(50)})
+        result = getattr(methods, method)(state, key, beta=0.5)
+        batches.append(result[-1] if method == "draw" else result)
     for batch in batches[:-1]:
         assert batch.indices.tolist() == batches[-1].indices.tolist()
-    state = verbs.extend(verbs.init({"x": 0}), {"x": jnp.arange(50)})
-    assert verbs.sample(state, 8).indices.tolist() != batches[0].indices.tolist()
+    state = methods.extend(methods.init({"x": 0}), {"x": jnp.arange(50)})
+    assert methods.sample(state, 8).indices.tolist() != batches[0].indices.tolist()
 
 
 def test_a_seed_for_a_mix():
     buffer = jrb.ReplayBuffer(64, batch_size=8)
     mix = jrb.Mix((buffer, buffer), (0.5, 0.5), batch_size=8)
     states = tuple(buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(50)}) for _ in range(2))
-    verbs = jrb.jitted(mix)
-    one, other = verbs.sample(states, 7), verbs.sample(states, jax.random.key(7))
+    methods = jrb.jitted(mix)
+    one, other = methods.sample(states, 7), methods.sample(states, jax.random.key(7))
     assert one.data["x"].tolist() == other.data["x"].tolist()
 
 
 @pytest.mark.parametrize("seed", [3 * 10**9, 2**32 - 1, np.uint64(2**31)])
 def test_large_seeds_give_what_their_keys_give(seed):
     buffer = jrb.ReplayBuffer(64, batch_size=8)
-    verbs = jrb.jitted(buffer)
-    state = verbs.extend(verbs.init({"x": 0}), {"x": jnp.arange(50)})
+    methods = jrb.jitted(buffer)
+    state = methods.extend(methods.init({"x": 0}), {"x": jnp.arange(50)})
     key = jax.random.key(np.uint32(seed))
-    assert verbs.sample(state, seed).indices.tolist() == verbs.sample(state, key).indices.tolist()
+    assert (
+        methods.sample(state, seed).indices.tolist() == methods.sample(state, key).indices.tolist()
+    )
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, np.int8(-1), np.uint64(2**40)])
 def test_seeds_out_of_range_are_refused(seed):
     buffer = jrb.ReplayBuffer(8, batch_size=2)
-    verbs = jrb.jitted(buffer)
-    state = verbs.add(verbs.init({"x": 0}), {"x": 1})
+    methods = jrb.jitted(buffer)
+    state = methods.add(methods.init({"x": 0}), {"x": 1})
     with pytest.raises(ValueError, match=r"key: expected a key, or a seed from 0 to 2\*\*32 - 1"):
-        verbs.sample(state, seed)
+        methods.sample(state, seed)
 
 
 def test_other_seeds_do_not_compile_anew():
     buffer = jrb.ReplayBuffer(8, batch_size=2)
-    verbs = jrb.jitted(buffer)
-    state = verbs.add(verbs.init({"x": 0}), {"x": 1})
-    verbs.sample(state, 0)
+    methods = jrb.jitted(buffer)
+    state = methods.add(methods.init({"x": 0}), {"x": 1})
+    methods.sample(state, 0)
     with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
         records = []
         patch.setattr("logging.Logger.handle", lambda self, record: records.append(record))
         for seed in (*range(5), 2**31, 2**32 - 1, np.int64(6), np.uint8(7)):
-            verbs.sample(state, seed)
+            methods.sample(state, seed)
     assert not [record for record in records if "Compiling" in record.getMessage()]

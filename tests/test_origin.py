@@ -1,4 +1,4 @@
-"""A sample knows which description drew it, and verbs of another one refuse it."""
+"""A sample knows which description drew it, and methods of another one refuse it."""
 
 import dataclasses
 import os
@@ -49,9 +49,9 @@ def test_a_sample_of_another_description_is_refused(name):
         "set": lambda: buffer.set(state, sample, {"x": jnp.ones(4)}),
         "drop": lambda: buffer.drop(state, sample),
     }
-    for verb, call in calls.items():
+    for method, call in calls.items():
         for run in (call, jax.jit(call)):
-            with pytest.raises(ValueError, match=f"{verb}: expected a Sample that this buffer"):
+            with pytest.raises(ValueError, match=f"{method}: expected a Sample that this buffer"):
                 run()
     with pytest.raises(ValueError, match="expected a Sample that this buffer drew"):
         jrb.jitted(buffer).update_priority(state, sample, jnp.ones(4))

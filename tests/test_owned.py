@@ -1,4 +1,4 @@
-"""NumPy's arrays that a verb was given may be written to as soon as it returns."""
+"""NumPy's arrays that a method was given may be written to as soon as it returns."""
 
 import dataclasses
 from collections.abc import Callable
@@ -65,42 +65,42 @@ def sample() -> jrb.Sample:
 
 
 CASES: dict[str, tuple[Callable[[Any, Any, Any], Any], Callable[[], Any]]] = {
-    "add": (lambda verbs, state, it: verbs.add(state, it), lambda: row()),
-    "extend": (lambda verbs, state, it: verbs.extend(state, it), lambda: row(1)),
+    "add": (lambda methods, state, it: methods.add(state, it), lambda: row()),
+    "extend": (lambda methods, state, it: methods.extend(state, it), lambda: row(1)),
     "extend, mask": (
-        lambda verbs, state, it: verbs.extend(state, ones(2), it),
+        lambda methods, state, it: methods.extend(state, ones(2), it),
         lambda: aligned(True, 2, dtype=bool),
     ),
     "add, priorities": (
-        lambda verbs, state, it: verbs.add(state, ones(), priorities=it),
+        lambda methods, state, it: methods.add(state, ones(), priorities=it),
         lambda: aligned(4, E),
     ),
     "update, priorities": (
-        lambda verbs, state, it: verbs.update_priority(state, jnp.arange(E), it),
+        lambda methods, state, it: methods.update_priority(state, jnp.arange(E), it),
         lambda: aligned(4, E),
     ),
     "update, slots": (
-        lambda verbs, state, it: verbs.update_priority(state, it, jnp.full(E, 7.0)),
+        lambda methods, state, it: methods.update_priority(state, it, jnp.full(E, 7.0)),
         lambda: aligned(2, E, dtype=np.int32),
     ),
     "drop": (
-        lambda verbs, state, it: verbs.drop(state, it),
+        lambda methods, state, it: methods.drop(state, it),
         lambda: aligned(2, E, dtype=np.int32),
     ),
     "update, sample": (
-        lambda verbs, state, it: verbs.update_priority(state, it, jnp.full(E, 7.0)),
+        lambda methods, state, it: methods.update_priority(state, it, jnp.full(E, 7.0)),
         lambda: sample(),
     ),
     "alpha": (
-        lambda verbs, state, it: verbs.set_alpha(state, it),
+        lambda methods, state, it: methods.set_alpha(state, it),
         lambda: aligned(0.5),
     ),
     "set": (
-        lambda verbs, state, it: verbs.set(state, it[0], {"r": it[1]}),
+        lambda methods, state, it: methods.set(state, it[0], {"r": it[1]}),
         lambda: (aligned(np.arange(E), E, dtype=np.int32), aligned(9, E)),
     ),
     "set, all": (
-        lambda verbs, state, it: verbs.set(state, ..., {"x": it}),
+        lambda methods, state, it: methods.set(state, ..., {"x": it}),
         lambda: aligned(9, N, 50),
     ),
 }
@@ -109,15 +109,15 @@ CASES: dict[str, tuple[Callable[[Any, Any, Any], Any], Callable[[], Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("storage", [jrb.DeviceStorage, jrb.MemmapStorage])
-def test_a_verb_has_read_what_it_was_given(case: str, jitted: bool, storage: Any) -> None:
+def test_a_method_has_read_what_it_was_given(case: str, jitted: bool, storage: Any) -> None:
     buffer = jrb.ReplayBuffer(N, num_envs=E, sampler=jrb.Prioritized(), storage=storage())
-    verbs: Any = jrb.jitted(buffer) if jitted else buffer
+    methods: Any = jrb.jitted(buffer) if jitted else buffer
     call, arguments = CASES[case]
 
     def outcome(wait: Callable[[Any], Any], then: Callable[[np.ndarray], None]) -> list[Any]:
         state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0], ones())), ones(2))
         given = arguments()
-        state = call(verbs, wait(state), given)
+        state = call(methods, wait(state), given)
         jax.tree.map(then, given)
         slots, count = buffer.in_order(state)
         return [count, buffer.priorities(state), buffer.take(state, slots[: int(count)])]
@@ -131,10 +131,10 @@ def test_shards_have_read_what_they_were_given(jitted: bool) -> None:
     sharded = jrb.Sharded(
         jrb.ReplayBuffer(N, num_envs=E, sampler=jrb.Prioritized()), axis="data", shards=2
     )
-    verbs: Any = jrb.jitted(sharded) if jitted else sharded
+    methods: Any = jrb.jitted(sharded) if jitted else sharded
     state = late(sharded.init(jax.tree.map(lambda leaf: leaf[0], ones())))
     given, priorities = row(), aligned(4, E)
-    state = verbs.add(state, given, priorities=priorities)
+    state = methods.add(state, given, priorities=priorities)
     jax.tree.map(spoil, (given, priorities))
     found = sharded.take(state, np.arange(E // 2)[None].repeat(2, axis=0))
     assert set(np.unique(found["x"])) == {2.0}
@@ -157,12 +157,12 @@ class Slow:
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 def test_inverses_have_read_what_they_were_given(jitted: bool) -> None:
     buffer = jrb.ReplayBuffer(E, num_envs=E, transforms=(Slow(),))
-    verbs: Any = jrb.jitted(buffer) if jitted else buffer
+    methods: Any = jrb.jitted(buffer) if jitted else buffer
     state = buffer.init({"x": jnp.zeros(50)})
     late(jnp.zeros(()))  # compiles it
     for _ in range(2):
         given = {"x": aligned(2, E, 50)}
-        state = verbs.add(state, given)
+        state = methods.add(state, given)
         jax.tree.map(spoil, given)
         assert set(np.unique(buffer.take(state, np.arange(E))["x"])) == {2.0}
 
@@ -171,10 +171,10 @@ def test_inverses_have_read_what_they_were_given(jitted: bool) -> None:
 def test_a_mix_has_read_its_proportions(jitted: bool) -> None:
     part = jrb.ReplayBuffer(N, num_envs=E, sampler=jrb.Uniform())
     mix = jrb.Mix((part, part), (0.5, 0.5), batch_size=64)
-    verbs: Any = jrb.jitted(mix) if jitted else mix
+    methods: Any = jrb.jitted(mix) if jitted else mix
     states = mix.init(jax.tree.map(lambda leaf: leaf[0], ones()))
     states = late(tuple(part.extend(state, ones(2)) for state in states))
     given = aligned([1.0, 0.0], 2)
-    sample = verbs.sample(states, jax.random.key(0), proportions=given)
+    sample = methods.sample(states, jax.random.key(0), proportions=given)
     given[...] = [0.0, 1.0]
     assert not np.asarray(sample.info["source"]).any()

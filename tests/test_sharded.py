@@ -249,7 +249,7 @@ def collectives(text):
     return {name: count(name) for name in COLLECTIVES if count(name)}
 
 
-def verbs_of(sharded):
+def methods_of(sharded):
     sampler = sharded.buffer.sampler
     found = {
         "add": lambda s, g: sharded.add(s, g["one"]),
@@ -276,10 +276,10 @@ def test_only_a_draw_talks_and_nothing_of_the_rings_size_is_allocated(sampler):
     given |= {"mask": jnp.ones(5, bool), "error": jax.device_put(np.ones(B, np.float32), cut)}
     state = jax.jit(sharded.add, donate_argnums=0)(state, given["one"])
     given["batch"] = sharded.sample(state, given["key"])
-    for name, verb in verbs_of(sharded).items():
+    for name, method in methods_of(sharded).items():
         if name != "draw" and sampler != "buffer":
             continue  # what others write is the same
-        compiled = jax.jit(verb, donate_argnums=0).lower(state, given).compile()
+        compiled = jax.jit(method, donate_argnums=0).lower(state, given).compile()
         want = {} if sampler == "queue" or name != "draw" else {"all-gather": 1}
         if want and sampler == "prioritized":
             want["all-reduce"] = 1
@@ -449,14 +449,14 @@ def test_a_sample_in_another_order_reaches_no_row_of_another_shard():
 
 def test_a_state_that_was_donated_and_is_used_again_is_an_error():
     sharded, rng = jrb.Sharded(whole(), S, mesh_of(4)), np.random.default_rng(0)
-    verbs, item, key = jrb.jitted(sharded), rows(rng, E), jax.random.key(0)
+    methods, item, key = jrb.jitted(sharded), rows(rng, E), jax.random.key(0)
     mix = jrb.jitted(jrb.Mix((sharded, sharded), (0.5, 0.5), batch_size=2 * B))
-    for donate in (lambda s: verbs.add(s, item), lambda s: verbs.draw(s, key)):
-        old = verbs.add(sharded.init(EXAMPLE), item)
+    for donate in (lambda s: methods.add(s, item), lambda s: methods.draw(s, key)):
+        old = methods.add(sharded.init(EXAMPLE), item)
         new = donate(old)
         for again in (
-            lambda s: verbs.add(s, item),
-            lambda s: verbs.draw(s, key),
+            lambda s: methods.add(s, item),
+            lambda s: methods.draw(s, key),
             lambda s: sharded.add(s, item),
             lambda s: sharded.sample(s, key),
             lambda s: sharded.size(s),
@@ -477,7 +477,7 @@ def test_keys_of_both_styles(make):
 
 def test_it_does_not_trace_again():
     sharded = jrb.Sharded(whole(), S, mesh_of(8))
-    verbs, rng = jrb.jitted(sharded), np.random.default_rng(0)
+    methods, rng = jrb.jitted(sharded), np.random.default_rng(0)
     state, item = sharded.init(EXAMPLE), rows(rng, E)
     traced = []
 
@@ -488,7 +488,7 @@ def test_it_does_not_trace_again():
 
     for number in range(3):
         state = step(state, item, jax.random.key(number))
-        state = verbs.add(state, item)
+        state = methods.add(state, item)
     assert len(traced) == 1
     same = jrb.Sharded(whole(), S, mesh_of(8))
     assert (same, hash(same)) == (sharded, hash(sharded))

@@ -91,7 +91,7 @@ def rows(length, *lead):
 
 @functools.cache
 def given(key_style):
-    """What verbs are given, on the device."""
+    """What methods are given, on the device."""
     arrays = {
         "many": rows(7, E),
         "one": jax.tree.map(lambda leaf: leaf[0], rows(1, E)),
@@ -108,29 +108,29 @@ def given(key_style):
 
 
 def run(buffer, its):
-    """Most verbs, compiled."""
-    verbs = jrb.jitted(buffer)
-    state = verbs.extend(verbs.init(ITEM), its["many"])
+    """Most methods, compiled."""
+    methods = jrb.jitted(buffer)
+    state = methods.extend(methods.init(ITEM), its["many"])
     if buffer.writer.blocks_when_full:
-        state, _ = verbs.draw(state, its["key"])
-    state = verbs.add(state, its["one"], its["mask"])
+        state, _ = methods.draw(state, its["key"])
+    state = methods.add(state, its["one"], its["mask"])
     if buffer.sampler.prioritized and buffer.sampler.takes_priorities:
-        state = verbs.add(state, its["one"], None, its["priorities"])
-    state, batch = verbs.draw(state, its["key"])
-    verbs.sample(state, its["key"])
+        state = methods.add(state, its["one"], None, its["priorities"])
+    state, batch = methods.draw(state, its["key"])
+    methods.sample(state, its["key"])
     if buffer.sampler.prioritized:
-        state = verbs.update_priority(state, batch, its["errors"])
-        state = verbs.set_alpha(state, its["beta"])
-        verbs.sample(state, its["key"], None, its["beta"])
-    state = verbs.truncate(state, its["which"])
-    state = verbs.set(state, batch, {"action": its["actions"]})
+        state = methods.update_priority(state, batch, its["errors"])
+        state = methods.set_alpha(state, its["beta"])
+        methods.sample(state, its["key"], None, its["beta"])
+    state = methods.truncate(state, its["which"])
+    state = methods.set(state, batch, {"action": its["actions"]})
     if not buffer.unit.one_row:
-        state = verbs.set(state, its["slots"], {"next": {"done": its["ends"]}})
-    state = verbs.map(state, lambda items: {"action": items["action"] * 2.0})
+        state = methods.set(state, its["slots"], {"next": {"done": its["ends"]}})
+    state = methods.map(state, lambda items: {"action": items["action"] * 2.0})
     if buffer.writer.is_chronological:
-        verbs.newest(state, 2)
-    facts = verbs.size(state), verbs.can_sample(state), verbs.in_order(state)
-    return verbs.empty(state), batch, facts
+        methods.newest(state, 2)
+    facts = methods.size(state), methods.can_sample(state), methods.in_order(state)
+    return methods.empty(state), batch, facts
 
 
 def cases():

@@ -12,11 +12,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 PROGRAM = """
 import jax, jax.numpy as jnp, jrb
 buffer = jrb.ReplayBuffer(100, batch_size=4, sampler=jrb.Prioritized())
-verbs = jrb.jitted(buffer)
-state = verbs.init({"x": jnp.zeros(3)})
-state = verbs.add(state, {"x": jnp.ones(3)})
-batch = verbs.sample(state, jax.random.key(0))
-state = verbs.update_priority(state, batch, batch.weights)
+methods = jrb.jitted(buffer)
+state = methods.init({"x": jnp.zeros(3)})
+state = methods.add(state, {"x": jnp.ones(3)})
+batch = methods.sample(state, jax.random.key(0))
+state = methods.update_priority(state, batch, batch.weights)
 mixed = jrb.jitted(jrb.Mix((buffer, buffer), (0.5, 0.5)))
 states, batch = mixed.draw((state, state), jax.random.key(0))
 batch.experience  # error: Sample has none

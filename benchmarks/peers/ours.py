@@ -46,7 +46,7 @@ class Ours(Peer):
     """Pure functions of a state."""
 
     name = "jrb"
-    note = "in Python loops the verbs of `jrb.jitted`"
+    note = "in Python loops the methods of `jrb.jitted`"
     on_device = True
     samplers = tuple(SAMPLERS)
     units = tuple(UNITS)
@@ -59,11 +59,11 @@ class Ours(Peer):
         state, extend = buffer.init(example), jax.jit(buffer.extend, donate_argnums=0)
         for piece in setup.pieces():
             state = extend(state, piece)
-        verbs, consumes = jrb.jitted(buffer), setup.sampler == "without replacement"
+        methods, consumes = jrb.jitted(buffer), setup.sampler == "without replacement"
 
-        def drawing(verbs: Any) -> Callable[[Any, jax.Array], tuple[Any, Drawn]]:
+        def drawing(methods: Any) -> Callable[[Any, jax.Array], tuple[Any, Drawn]]:
             def sample(state: Any, key: jax.Array) -> tuple[Any, Drawn]:
-                draw = verbs.draw if consumes else lambda *args: (None, verbs.sample(*args))
+                draw = methods.draw if consumes else lambda *args: (None, methods.sample(*args))
                 after, found = draw(state, key)
                 return after, Drawn(found.data, found if setup.prioritized else ())
 
@@ -77,5 +77,5 @@ class Ours(Peer):
             nbytes=buffer.nbytes(example),
             rows=jax.device_put,
             read=lambda data: jax.tree.map(np.asarray, data),
-            in_python=(verbs.add, drawing(verbs), verbs.update_priority),
+            in_python=(methods.add, drawing(methods), methods.update_priority),
         )

@@ -32,10 +32,10 @@ def _no_update(state: Any, handle: Any, priorities: Any) -> Any:
 
 @dataclasses.dataclass
 class Buffer:
-    """A full buffer. Of a peer on the device, the verbs are pure functions, for `jit` and `vmap`.
+    """A full buffer. Of a peer on the device, the methods are pure functions, for `jit` and `vmap`.
 
     Attributes:
-        state: what the verbs take first, and give back; others keep their own, and this is None.
+        state: what the methods take first, and give back; others keep their own, and this is None.
         add: `(state, rows) -> state`, one row of time, leaves `[E, ...]`.
         sample: `(state, key) -> (state, Drawn)`, B items; the state is None if it is as it was.
         update: `(state, handle, priorities) -> state`, priorities `[B]`.
@@ -43,7 +43,7 @@ class Buffer:
         rows: from NumPy's rows `[E, ...]` to what `add` takes.
         read: from `Drawn.data` to items as `Setup.rows` has them, `[B, ...]` or `[B, L, ...]`.
         in_python: what Python loops call, add, sample and update, of a library on the device that
-            has verbs for that; None for the verbs, each jitted.
+            has methods for that; None if each of the functions above is jitted.
     """
 
     state: Any
@@ -62,8 +62,8 @@ class Peer(abc.ABC):
     Attributes:
         name: as in tables.
         packages: what must be there, as it is imported, and as it is installed.
-        on_device: whether its verbs are pure functions on the device; others work on the host, and
-            give batches there.
+        on_device: whether its methods are pure functions on the device; others work on the host,
+            and give batches there.
         note: what must be known to compare fairly.
         kinds: of items that it can hold; None for all.
         samplers: of `Setup.sampler`.

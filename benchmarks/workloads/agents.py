@@ -7,7 +7,7 @@ from ..peers import Peer
 from ..setup import Setup
 from ..timing import Program
 from .case import Case, Wanted, beside
-from .programs import scanned, verbs_of
+from .programs import methods_of, scanned
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
@@ -23,4 +23,4 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 def vmapped(peer: Peer, setup: Setup, agents: int) -> Program:
     """A scan of a vmapped step; all agents begin alike, and draw what they draw."""
     steps = peer.steps(dataclasses.replace(setup, n=setup.n * agents), 100)
-    return scanned(peer.full(setup), setup, steps, verbs_of(setup), agents)
+    return scanned(peer.full(setup), setup, steps, methods_of(setup), agents)

@@ -8,11 +8,11 @@ from .programs import ALL, calls
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """Each verb by itself, then the whole step."""
+    """Each method by itself, then the whole step."""
     n = wanted.pick(10**4, 10**5)
     for sampler in ("uniform", "prioritized"):
         setup = Setup("vector", n, sampler=sampler)
         chosen = ALL if setup.prioritized else ALL[:2]
-        for verbs in [(verb,) for verb in chosen] + [chosen]:
-            step = lambda peer, setup, verbs=verbs: calls(peer, setup, 300, verbs)
-            yield beside(wanted, f"{sampler}: {' + '.join(verbs)}", setup, step)
+        for methods in [(method,) for method in chosen] + [chosen]:
+            step = lambda peer, setup, methods=methods: calls(peer, setup, 300, methods)
+            yield beside(wanted, f"{sampler}: {' + '.join(methods)}", setup, step)

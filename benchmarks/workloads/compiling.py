@@ -9,7 +9,7 @@ from ..peers import Peer
 from ..setup import Setup
 from ..timing import Program
 from .case import Case, Wanted, beside
-from .programs import carry_of, loop_of, verbs_of
+from .programs import carry_of, loop_of, methods_of
 
 SETUPS = {
     "uniform step": Setup("vector", 10**4),
@@ -39,15 +39,15 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 def compiles(peer: Peer, setup: Setup, agents: int = 0) -> Program:
     """Compiling, from shapes alone."""
     buffer = peer.full(setup)
-    verbs = verbs_of(setup)
-    carry = jax.eval_shape(lambda: carry_of(buffer, setup, verbs))
+    methods = methods_of(setup)
+    carry = jax.eval_shape(lambda: carry_of(buffer, setup, methods))
     shape = (100, agents) if agents else (100,)
     if agents:
         carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct((agents, *x.shape), x.dtype), carry)
     keys, buffer.state = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), shape)), None
 
     def call() -> None:
-        loop_of(buffer, setup, verbs, agents).lower(carry, keys).compile()
+        loop_of(buffer, setup, methods, agents).lower(carry, keys).compile()
 
     return Program(call, before=_forgotten)
 

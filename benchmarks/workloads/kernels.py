@@ -12,7 +12,7 @@ from ..peers import Buffer, Peer
 from ..setup import Setup
 from ..timing import Program
 from .case import Case, Wanted, beside
-from .programs import body_of, carry_of, next_rows, verbs_of
+from .programs import body_of, carry_of, methods_of, next_rows
 
 SETUPS = {
     "uniform": Setup("vector"),
@@ -24,37 +24,37 @@ SETUPS = {
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """Each verb by itself, and all in one step."""
+    """Each method by itself, and all in one step."""
     able = Wanted([peer for peer in wanted.peers if peer.on_device], wanted.quick)
     for name, setup in list(SETUPS.items())[: wanted.pick(2, None)]:
         setup = dataclasses.replace(setup, n=wanted.pick(1024, setup.n))
-        for verb in (*verbs_of(setup), "step"):
-            make = lambda peer, setup, verb=verb: launched(peer, setup, verb)
-            yield beside(able, f"{name}: {verb}", setup, make, unit="kernels", within=gpu.assumed)
+        for method in (*methods_of(setup), "step"):
+            make = lambda peer, setup, method=method: launched(peer, setup, method)
+            yield beside(able, f"{name}: {method}", setup, make, unit="kernels", within=gpu.assumed)
 
 
-def launched(peer: Peer, setup: Setup, verb: str) -> Program:
+def launched(peer: Peer, setup: Setup, method: str) -> Program:
     """A program that does nothing, of one that was compiled and looked through."""
-    function, args = _call(peer.full(setup), setup, verb)
-    run = gpu.compiled(function, *args, donate=() if verb == "sample" else (0,))
+    function, args = _call(peer.full(setup), setup, method)
+    run = gpu.compiled(function, *args, donate=() if method == "sample" else (0,))
     kernels, waits = gpu.launches(run.as_text())
     facts = {"value": kernels, "waits": waits}
     facts["temp_bytes"] = int(run.memory_analysis().temp_size_in_bytes)
     return Program(lambda: None, facts=facts)
 
 
-def _call(buffer: Buffer, setup: Setup, verb: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A verb, or a step of all, and what it takes."""
-    verbs, key = verbs_of(setup), jax.random.key(0)
-    state, data = carry_of(buffer, setup, verbs)
-    if verb == "add":
+def _call(buffer: Buffer, setup: Setup, method: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A method, or a step of all, and what it takes."""
+    methods, key = methods_of(setup), jax.random.key(0)
+    state, data = carry_of(buffer, setup, methods)
+    if method == "add":
         return buffer.add, (state, jax.eval_shape(lambda: next_rows(setup, data)))
-    if verb == "sample":
+    if method == "sample":
         return lambda state, key: _distinct(buffer.sample(state, key)), (state, key)
-    if verb == "update":
+    if method == "update":
         handle = jax.eval_shape(buffer.sample, state, key)[1].handle
         return buffer.update, (state, handle, jnp.ones(setup.batch))
-    return body_of(buffer, setup, verbs), ((state, data), key)
+    return body_of(buffer, setup, methods), ((state, data), key)
 
 
 def _distinct(drawn: Any) -> list[jax.Array]:

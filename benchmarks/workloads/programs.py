@@ -20,22 +20,22 @@ _CALL_S = 0.1
 into the caches what the programs before have driven out."""
 
 
-def verbs_of(setup: Setup) -> tuple[str, ...]:
+def methods_of(setup: Setup) -> tuple[str, ...]:
     """Add, sample, and update where there are priorities."""
     return ALL if setup.prioritized else ALL[:2]
 
 
-def cycle(peer: Peer, setup: Setup, steps: int, verbs: tuple[str, ...] | None = None) -> Program:
-    """The verbs, again and again: on the device in a jitted scan, on the host in Python."""
-    buffer, verbs = peer.full(setup), verbs or verbs_of(setup)
+def cycle(peer: Peer, setup: Setup, steps: int, methods: tuple[str, ...] | None = None) -> Program:
+    """The methods, again and again: on the device in a jitted scan, on the host in Python."""
+    buffer, methods = peer.full(setup), methods or methods_of(setup)
     if not peer.on_device:
-        return looped(peer, buffer, setup, steps, verbs)
-    return scanned(buffer, setup, peer.steps(setup, steps), verbs)
+        return looped(peer, buffer, setup, steps, methods)
+    return scanned(buffer, setup, peer.steps(setup, steps), methods)
 
 
-def calls(peer: Peer, setup: Setup, steps: int, verbs: tuple[str, ...] | None = None) -> Program:
-    """The verbs, again and again, in Python: on the device each a jitted call."""
-    return looped(peer, peer.full(setup), setup, steps, verbs or verbs_of(setup))
+def calls(peer: Peer, setup: Setup, steps: int, methods: tuple[str, ...] | None = None) -> Program:
+    """The methods, again and again, in Python: on the device each a jitted call."""
+    return looped(peer, peer.full(setup), setup, steps, methods or methods_of(setup))
 
 
 def next_rows(setup: Setup, data: Any) -> Any:
@@ -63,37 +63,37 @@ def priorities(data: Any) -> jax.Array:
     return 0.5 + value - jnp.floor(value)
 
 
-def body_of(buffer: Buffer, setup: Setup, verbs: tuple[str, ...]) -> Callable[[Any, Any], Any]:
+def body_of(buffer: Buffer, setup: Setup, methods: tuple[str, ...]) -> Callable[[Any, Any], Any]:
     """One step: from a state, the batch drawn last, and a key, to a state and a batch."""
 
     def body(carry: Any, key: jax.Array) -> Any:
         state, data = carry
-        if "add" in verbs:
+        if "add" in methods:
             rows = next_rows(setup, data)
             state = buffer.add(state, rows)
-        if "sample" not in verbs:
+        if "sample" not in methods:
             return state, rows
         after, drawn = buffer.sample(state, key)
         state = state if after is None else after
-        if "update" in verbs:
+        if "update" in methods:
             state = buffer.update(state, drawn.handle, priorities(drawn.data))
         return state, drawn.data
 
     return body
 
 
-def carry_of(buffer: Buffer, setup: Setup, verbs: tuple[str, ...]) -> Any:
+def carry_of(buffer: Buffer, setup: Setup, methods: tuple[str, ...]) -> Any:
     """What the first step begins with."""
-    if "sample" not in verbs:
+    if "sample" not in methods:
         rows = jax.device_put(setup.fresh(1)[0])
         return buffer.state, rows
     draw = jax.jit(lambda state, key: buffer.sample(state, key)[1].data)
     return buffer.state, draw(buffer.state, jax.random.key(0))
 
 
-def loop_of(buffer: Buffer, setup: Setup, verbs: tuple[str, ...], agents: int = 0) -> Any:
+def loop_of(buffer: Buffer, setup: Setup, methods: tuple[str, ...], agents: int = 0) -> Any:
     """Steps in a scan over keys `[steps]`; with agents vmapped, over keys `[steps, A]`."""
-    body = body_of(buffer, setup, verbs)
+    body = body_of(buffer, setup, methods)
     step = jax.vmap(body) if agents else body
 
     def loop(carry: Any, keys: jax.Array) -> Any:
@@ -103,16 +103,16 @@ def loop_of(buffer: Buffer, setup: Setup, verbs: tuple[str, ...], agents: int = 
 
 
 def scanned(
-    buffer: Buffer, setup: Setup, steps: int, verbs: tuple[str, ...], agents: int = 0
+    buffer: Buffer, setup: Setup, steps: int, methods: tuple[str, ...], agents: int = 0
 ) -> Program:
     """So many steps in one compiled scan, again and again, with the state donated."""
-    carry, shape = carry_of(buffer, setup, verbs), (steps, agents) if agents else (steps,)
+    carry, shape = carry_of(buffer, setup, methods), (steps, agents) if agents else (steps,)
     if agents:
         carry = jax.tree.map(lambda leaf: jnp.stack([leaf] * agents), carry)
     buffer.state = None
     keys = jax.random.split(jax.random.key(1), shape)
     start = time.perf_counter()
-    run = loop_of(buffer, setup, verbs, agents).lower(carry, keys).compile()
+    run = loop_of(buffer, setup, methods, agents).lower(carry, keys).compile()
     facts = {"compile_s": time.perf_counter() - start, "nbytes": buffer.nbytes * max(1, agents)}
     facts["temp_bytes"] = _temporaries(run)
     held = [carry]
@@ -141,10 +141,12 @@ def _temporaries(run: Any) -> int | None:
     return None if found is None else int(found.temp_size_in_bytes)
 
 
-def looped(peer: Peer, buffer: Buffer, setup: Setup, steps: int, verbs: tuple[str, ...]) -> Program:
+def looped(
+    peer: Peer, buffer: Buffer, setup: Setup, steps: int, methods: tuple[str, ...]
+) -> Program:
     """Steps in Python, each of which waits for its results."""
     rows = [buffer.rows(row) for row in setup.fresh(_FRESH)]
-    step = _python_step(peer, buffer, setup, verbs)
+    step = _python_step(peer, buffer, setup, methods)
     keys = jax.block_until_ready(list(jax.random.split(jax.random.key(1), 64)))
     for turn in range(2):  # what is compiled is compiled here
         step(rows[turn], keys[turn])
@@ -158,26 +160,26 @@ def looped(peer: Peer, buffer: Buffer, setup: Setup, steps: int, verbs: tuple[st
 
 
 def _python_step(
-    peer: Peer, buffer: Buffer, setup: Setup, verbs: tuple[str, ...]
+    peer: Peer, buffer: Buffer, setup: Setup, methods: tuple[str, ...]
 ) -> Callable[[Any, Any], None]:
-    """One step; what comes back from each verb is the state of the next."""
+    """One step; what comes back from each method is the state of the next."""
     held = [buffer.state, None]
     buffer.state = None
     add, sample, update = compiled(peer, buffer, held[0])
     new = np.random.default_rng(0).uniform(0.5, 1.5, setup.batch).astype(np.float32)
     given = jax.device_put(new) if peer.on_device else new
-    if "update" in verbs and "sample" not in verbs:
+    if "update" in methods and "sample" not in methods:
         held[1] = sample(held[0], jax.random.key(0))[1].handle
 
     def step(rows: Any, key: jax.Array) -> None:
         drawn = None
-        if "add" in verbs:
+        if "add" in methods:
             held[0] = add(held[0], rows)
-        if "sample" in verbs:
+        if "sample" in methods:
             after, drawn = sample(held[0], key)
             held[0] = held[0] if after is None else after
             held[1] = drawn.handle
-        if "update" in verbs:
+        if "update" in methods:
             held[0] = update(held[0], held[1], given)
         jax.block_until_ready((held[0], drawn and drawn.data))
 
@@ -185,7 +187,7 @@ def _python_step(
 
 
 def compiled(peer: Peer, buffer: Buffer, state: Any) -> tuple[Callable, Callable, Callable]:
-    """The verbs for Python: of a peer on the device jitted, the state donated if one comes back."""
+    """Methods for Python: of a peer on the device jitted, the state donated if one comes back."""
     if buffer.in_python is not None:
         return buffer.in_python
     if not peer.on_device:

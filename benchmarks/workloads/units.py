@@ -6,7 +6,7 @@ from ..peers import Buffer, Peer
 from ..setup import Setup
 from ..timing import Program
 from .case import Case, Wanted, beside
-from .programs import cycle, scanned, verbs_of
+from .programs import cycle, methods_of, scanned
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
@@ -47,7 +47,7 @@ def _drawn_first(peer: Peer, setup: Setup) -> Program:
     if not peer.on_device:
         return cycle(peer, setup, 100)
     buffer = peer.full(setup)
-    return scanned(_following(buffer, setup), setup, 100, verbs_of(setup))
+    return scanned(_following(buffer, setup), setup, 100, methods_of(setup))
 
 
 def _following(buffer: Buffer, setup: Setup) -> Buffer:

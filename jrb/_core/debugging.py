@@ -31,10 +31,10 @@ OBSERVERS: list[Callable[..., None]] = []
 description, the state, a dict of other arguments, and the result. Arrays in these may be traced."""
 
 
-def tell(verb: str, buffer: Buffer, state: BufferState, result: Any, **arguments: Any) -> None:
+def tell(method: str, buffer: Buffer, state: BufferState, result: Any, **arguments: Any) -> None:
     """Calls all observers."""
     for observer in OBSERVERS:
-        observer(verb, buffer, state, arguments, result)
+        observer(method, buffer, state, arguments, result)
 
 
 class DebugWarning(UserWarning):
@@ -83,8 +83,8 @@ def _switch(on: bool) -> None:
 _keys: dict[tuple[Any, bytes], None] = {}  # of the newest draws, oldest first
 
 
-def _observe(verb: str, buffer: Buffer, state: BufferState, arguments: dict, result: Any) -> None:
-    if verb == "sample":
+def _observe(method: str, buffer: Buffer, state: BufferState, arguments: dict, result: Any) -> None:
+    if method == "sample":
         mask, least = result[1].mask, buffer.min_size
         _call_on_host(_look_at_key, jax.random.key_data(arguments["key"]))
         few = "" if least is None else f", or fewer than min_size={least}"
@@ -93,7 +93,7 @@ def _observe(verb: str, buffer: Buffer, state: BufferState, arguments: dict, res
             "can_sample before."
         )
         _call_on_host(functools.partial(_warn_of, text), (~mask.any()).astype(jnp.int32))
-    elif verb == "update_priority":
+    elif method == "update_priority":
         which, priorities = arguments["which"], arguments["priorities"]
         good = (priorities >= 0) & jnp.isfinite(priorities.astype(jnp.float32))
         if isinstance(which, Sample):

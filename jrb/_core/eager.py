@@ -234,7 +234,7 @@ def write_objects(
     state: BufferState,
     items: Item,
     mask: jax.Array | None,
-    verb: str,
+    method: str,
     priorities: jax.Array | None = None,
     donate: bool = False,
 ) -> Any:
@@ -244,24 +244,24 @@ def write_objects(
         raise refusal()
     if isinstance(items, str | bytes | dict) or not isinstance(items, Sequence):
         raise TypeError(
-            f"{verb}: expected a sequence of objects, got {type(items).__name__}. Put them in a "
+            f"{method}: expected a sequence of objects, got {type(items).__name__}. Put them in a "
             "list; for a single one there is add."
         )
     rows = [[item] for item in items] if buffer.num_envs is None else list(map(list, items))
     for row in rows:
         if len(row) != buffer.ring.envs:
             raise ValueError(
-                f"{verb}: expected {buffer.ring.envs} objects in a row, one for each environment, "
-                f"got {len(row)}."
+                f"{method}: expected {buffer.ring.envs} objects in a row, one for each "
+                f"environment, got {len(row)}."
             )
     rows = [[transforming.inward(buffer.transforms, item) for item in row] for row in rows]
     lead = () if buffer.num_envs is None else (buffer.num_envs,)
     if mask is not None:
-        mask = checks.write_mask(verb, mask, (len(rows),), lead, buffer.writer)
+        mask = checks.write_mask(method, mask, (len(rows),), lead, buffer.writer)
     # In compiled parts, a number without a meaning stands for each object.
     blanks = np.zeros((len(rows), *lead), np.uint8)
     if priorities is not None:
-        priorities = checks.given_priorities(verb, priorities, blanks.shape)
+        priorities = checks.given_priorities(method, priorities, blanks.shape)
     if not rows:
         return state
     arrays = {"item": blanks}

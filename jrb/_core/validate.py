@@ -246,20 +246,20 @@ _DONATED = (
 )
 
 
-def explained(verb: F) -> F:
+def explained(method: F) -> F:
     """Wraps a method so that errors about donated arrays and explicit meshes say what to do.
 
     Raises:
         DonatedError, ValueError: in place of the error that JAX raises.
     """
 
-    @functools.wraps(verb)
+    @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
         if not _has_one_device():
             for first in args[:2]:  # the state, which is second where a description comes first
                 check_donated(first)
         try:
-            return verb(*args, **kwargs)
+            return method(*args, **kwargs)
         except Exception as error:
             if compat.is_of_donated(error):
                 raise DonatedError(_DONATED) from error
@@ -275,18 +275,18 @@ def explained(verb: F) -> F:
     return cast(F, called)
 
 
-def takes_state(verb: F) -> F:
+def takes_state(method: F) -> F:
     """Wraps a method so that a call without the state raises an error that says so."""
-    second = list(inspect.signature(verb).parameters)[2]  # such as `key`, or `item`
+    second = list(inspect.signature(method).parameters)[2]  # such as `key`, or `item`
 
-    @functools.wraps(verb)
+    @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) == 1:
             raise TypeError(
-                f"{verb.__name__}: expected (state, {second}), got one argument. The items are in "
-                f"the state that init and add return: buffer.{verb.__name__}(state, {second})."
+                f"{method.__name__}: expected (state, {second}), got one argument. The items are "
+                f"in the state that init and add return: buffer.{method.__name__}(state, {second})."
             )
-        return verb(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
 
     return cast(F, called)
 
@@ -351,7 +351,7 @@ def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None
 
 
 def warn_of_refused(
-    buffer: Hashable, verb: str, priorities: Any, mask: Any = True, depth: int = 5
+    buffer: Hashable, method: str, priorities: Any, mask: Any = True, depth: int = 5
 ) -> None:
     """Warns once per description if priorities in host memory include some that are refused."""
     # Priorities inside `jit`, or on an accelerator, which would have to be copied, are not checked.
@@ -376,7 +376,7 @@ def warn_of_refused(
     if wrong.any():
         _warned_of_refused.add(buffer)
         warnings.warn(
-            f"{verb}: {wrong.sum()} priorities are NaN, infinite or negative, such as "
+            f"{method}: {wrong.sum()} priorities are NaN, infinite or negative, such as "
             f"{values[wrong][0]}: they are refused, and the state counts them. Give "
             "jnp.abs(td_error), and look for what is not finite.",
             PriorityWarning,

@@ -67,16 +67,16 @@ def _old_style_shape(implementation: str) -> tuple[int, ...]:
     return jax.eval_shape(lambda: jax.random.PRNGKey(0, impl=implementation)).shape
 
 
-def mask(verb: str, value: object, shape: tuple[int, ...], meaning: str) -> jax.Array:
+def mask(method: str, value: object, shape: tuple[int, ...], meaning: str) -> jax.Array:
     """Returns a mask as a JAX array; raises unless it is bool and of this shape."""
     array = jnp.asarray(casting.copy_array(value))
     if array.dtype != jnp.bool_:
         raise TypeError(
-            f"{verb}: mask: expected dtype bool, got {array.dtype}. Compare, do not cast."
+            f"{method}: mask: expected dtype bool, got {array.dtype}. Compare, do not cast."
         )
     if array.shape != shape:
         raise ValueError(
-            f"{verb}: mask: expected shape {shape}, got {array.shape}. It says {meaning}."
+            f"{method}: mask: expected shape {shape}, got {array.shape}. It says {meaning}."
         )
     return array
 
@@ -88,12 +88,12 @@ def number(name: str, value: Leaf) -> jax.Array:
     return jnp.asarray(casting.copy_array(value)).astype(jnp.float32)
 
 
-def indices(verb: str, value: object) -> jax.Array:
+def indices(method: str, value: object) -> jax.Array:
     """Returns integers as int32; those that int32 cannot hold become -1, which is no slot."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
-            f"{verb}: indices: expected integers or a Sample, got dtype {array.dtype}. "
+            f"{method}: indices: expected integers or a Sample, got dtype {array.dtype}. "
             "Pass the sample, or its indices."
         )
     if array.dtype.itemsize >= 4 and array.dtype != jnp.int32:
@@ -104,14 +104,14 @@ def indices(verb: str, value: object) -> jax.Array:
     return jnp.asarray(array.astype(jnp.int32))
 
 
-def in_range(verb: str, indices: jax.Array, size: int) -> None:
+def in_range(method: str, indices: jax.Array, size: int) -> None:
     """Raises unless all indices are in [0, size); traced indices are not checked."""
     if isinstance(indices, jax.core.Tracer):
         return
     slots = np.asarray(indices)
     wrong = (slots < 0) | (slots >= size)
     if wrong.any():
-        raise ValueError(f"{verb}: expected indices in [0, {size}), got {slots[wrong][0]}.")
+        raise ValueError(f"{method}: expected indices in [0, {size}), got {slots[wrong][0]}.")
 
 
 def real_numbers(name: str, value: object) -> jax.Array:
@@ -176,18 +176,20 @@ def window(name: str, rows: int, held: int) -> None:
 
 
 def write_mask(
-    verb: str, value: Any, time: tuple[int, ...], lead: tuple[int, ...], writer: Any
+    method: str, value: Any, time: tuple[int, ...], lead: tuple[int, ...], writer: Any
 ) -> jax.Array:
     """Returns a mask of rows, or of single items if the writer can write a part of a row."""
     each = (*time, *lead)
     if not lead or jnp.shape(value) != each:
-        return mask(verb, value, time, "which rows of time are written, for all environments alike")
+        return mask(
+            method, value, time, "which rows of time are written, for all environments alike"
+        )
     if not writer.per_env:
         raise ValueError(
-            f"{verb}: mask: expected shape {time}, as {type(writer).__name__} writes all "
+            f"{method}: mask: expected shape {time}, as {type(writer).__name__} writes all "
             f"environments together, got {each}. Use writer=jrb.PerEnvironment()."
         )
-    return mask(verb, value, each, "which items are written")
+    return mask(method, value, each, "which items are written")
 
 
 def together(name: str, writer: Any) -> None:
@@ -238,23 +240,25 @@ def _mend_priorities(shape: tuple[int, ...], shapes: list[tuple[int, ...]]) -> s
     )
 
 
-def given_priorities(verb: str, value: object, shape: tuple[int, ...]) -> jax.Array:
+def given_priorities(method: str, value: object, shape: tuple[int, ...]) -> jax.Array:
     """Returns the priorities of new items as float32; raises unless they have this shape."""
-    array = real_numbers(f"{verb}: priorities", value)
+    array = real_numbers(f"{method}: priorities", value)
     if array.shape != shape:
         raise ValueError(
-            f"{verb}: priorities: expected shape {shape}, one for each transition, got "
+            f"{method}: priorities: expected shape {shape}, one for each transition, got "
             f"{array.shape}. Time comes first, then the environments."
         )
     return array
 
 
-def objects(verb: str, value: object, count: int) -> list[Any]:
+def objects(method: str, value: object, count: int) -> list[Any]:
     """Returns a sequence of `count` objects as a list; raises for other values."""
     if isinstance(value, str | bytes | dict) or not isinstance(value, Sequence):
-        raise TypeError(f"{verb}: expected a sequence of objects, got {type(value).__name__}.")
+        raise TypeError(f"{method}: expected a sequence of objects, got {type(value).__name__}.")
     if len(value) != count:
-        raise ValueError(f"{verb}: expected {count} objects, one for each slot, got {len(value)}.")
+        raise ValueError(
+            f"{method}: expected {count} objects, one for each slot, got {len(value)}."
+        )
     return list(value)
 
 
@@ -272,12 +276,12 @@ def length(items: PyTree) -> int:
     return leaf.shape[0]
 
 
-def lead(items: PyTree, axes: tuple[int, ...], verb: str) -> None:
+def lead(items: PyTree, axes: tuple[int, ...], method: str) -> None:
     """Raises unless the shapes of all leaves begin with these axes."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, verb)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, method)):
         if leaf.shape[: len(axes)] != axes:
             raise ValueError(
-                f"{verb}: leaf '{pytree.leaf_name(path)}': expected a shape from {axes} on, "
+                f"{method}: leaf '{pytree.leaf_name(path)}': expected a shape from {axes} on, "
                 f"got {leaf.shape}. Time comes first, then the environments."
             )
 

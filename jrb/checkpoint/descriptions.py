@@ -47,20 +47,20 @@ class OtherError(ValueError):
 # Several buffers by their names.
 
 
-def check(buffer: Several, verb: str) -> None:
+def check(buffer: Several, method: str) -> None:
     """Raises unless `buffer` is a description that can be saved, or a dict or tuple of these."""
     if isinstance(buffer, ReplayBuffer | Mix | Sharded):
         return
     if not isinstance(buffer, dict | tuple) or not buffer:
-        order = "(path, buffer)" if verb == "load" else "(path, buffer, state)"
+        order = "(path, buffer)" if method == "load" else "(path, buffer, state)"
         raise TypeError(
-            f"{verb}: expected a ReplayBuffer, a Mix, or a dict or tuple of them, or a Sharded, "
-            f"got {type(buffer).__name__}. The order is {verb}{order}."
+            f"{method}: expected a ReplayBuffer, a Mix, or a dict or tuple of them, or a Sharded, "
+            f"got {type(buffer).__name__}. The order is {method}{order}."
         )
     for name, part in each(buffer).items():
         if not isinstance(name, str):
-            raise TypeError(f"{verb}: expected names of buffers, got the key {name!r}.")
-        check(part, verb)
+            raise TypeError(f"{method}: expected names of buffers, got the key {name!r}.")
+        check(part, method)
     # Some file systems do not distinguish names that differ only in capital letters.
     folders = {name: manifest.folder_name(name) for name in each(buffer)}
     lower = [folder.lower() for folder in folders.values()]

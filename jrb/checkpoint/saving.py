@@ -133,9 +133,9 @@ class SnapshotGroup:
 AnySnapshot = Snapshot | SnapshotGroup
 
 
-def snapshot(buffer: Several, state: AnyState, verb: str = "save") -> AnySnapshot:
+def snapshot(buffer: Several, state: AnyState, method: str = "save") -> AnySnapshot:
     """Returns the snapshot of a state that will be saved, after all checks."""
-    descriptions.check(buffer, verb)
+    descriptions.check(buffer, method)
     if isinstance(buffer, ReplayBuffer):
         return schema.snapshot(buffer, state)
     if isinstance(buffer, Sharded):
@@ -144,7 +144,7 @@ def snapshot(buffer: Several, state: AnyState, verb: str = "save") -> AnySnapsho
     else:
         states = descriptions.for_each(buffer, state, "save: states")
     buffers = descriptions.each(buffer)
-    parts = {name: snapshot(buffers[name], one, verb) for name, one in states.items()}
+    parts = {name: snapshot(buffers[name], one, method) for name, one in states.items()}
     return SnapshotGroup(buffer, type(state), parts)
 
 

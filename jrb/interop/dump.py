@@ -68,9 +68,9 @@ class Dump(NamedTuple):
         if self.info["full"] or rows > ring.rows:  # episodes may have begun before these rows
             before = jnp.full(ring.envs, jnp.iinfo(jnp.int32).max)
             state = state.replace(unit=buffer.unit.init_mid_episode(state.unit, before))
-        verbs = jitted(writable(buffer))
+        methods = jitted(writable(buffer))
         for piece in pieces(order, tree_nbytes(spec) * ring.envs):
-            state = verbs.extend(state, jax.tree.map(operator.itemgetter(piece), self.items))
+            state = methods.extend(state, jax.tree.map(operator.itemgetter(piece), self.items))
         if "priorities" in self.info and isinstance(buffer.sampler, PrioritizedSampler):
             return self._with_priorities(buffer, state, order, start)
         return state

@@ -54,7 +54,7 @@ class Server:
         self._buffer = setup.served(shard)
         self._lanes: int = setup.lanes(shard)
         self._put = streams.writer(self._buffer, self._lanes)
-        self._verbs: Any = jitted(self._buffer)
+        self._methods: Any = jitted(self._buffer)
         self._lengths: set[int] = set()
         self._root: jax.Array = jax.random.fold_in(jax.random.key(setup.seed), shard)
         self._life: np.uint32 = np.uint32(secrets.randbits(32))
@@ -77,7 +77,7 @@ class Server:
         except FileNotFoundError:
             generations = []
         if path is None or not generations:
-            state = self._verbs.init(self._setup.spec)
+            state = self._methods.init(self._setup.spec)
             if path is not None and isinstance(buffer.storage, MemmapStorage | SpillStorage):
                 # The storage creates its files now; the save marks them as those of this buffer.
                 self._generation = checkpoint.save(path, buffer, state, extra=ledger.saved())
@@ -150,7 +150,7 @@ class Server:
         envs, length = self._buffer.ring.envs, len(leaves[0])
         width = envs // self._lanes
         if not goes_on:  # no window may span the lane's older steps and these
-            self._state = self._verbs.truncate(self._state, np.arange(envs) // width == lane)
+            self._state = self._methods.truncate(self._state, np.arange(envs) // width == lane)
         if self._lanes > 1:
             axes, shape = 1 + len(self._setup.lead), (length, width)
             leaves = [leaf.reshape(*shape, *leaf.shape[axes:]) for leaf in leaves]
@@ -180,7 +180,7 @@ class Server:
             info={},
             stamp=jax.numpy.asarray(stamp - self._life),
         )
-        self._state = self._verbs.update_priority(self._state, sample, priorities)
+        self._state = self._methods.update_priority(self._state, sample, priorities)
 
     # Reading.
 
@@ -240,8 +240,8 @@ class Server:
         self._ledger.drawn += 1
         sampler = self._buffer.sampler
         if not sampler.consumes and not sampler.count_draws:  # faster: no state is returned
-            return self._verbs.sample(self._state, key, count, beta)
-        self._state, sample = self._verbs.draw(self._state, key, count, beta)
+            return self._methods.sample(self._state, key, count, beta)
+        self._state, sample = self._methods.draw(self._state, key, count, beta)
         return sample
 
     def _prepare(self, sample: Sample, count: int, seed: list[int]) -> Sample | None:
@@ -261,7 +261,7 @@ class Server:
 
     def can_sample(self, batch_size: int | None) -> bool:
         """Returns True if a draw would have at least one item."""
-        return bool(self._verbs.can_sample(self._state, batch_size))
+        return bool(self._methods.can_sample(self._state, batch_size))
 
     def facts(self) -> ShardFacts:
         """Returns the statistics from which all shards compute their parts of a batch."""
@@ -269,7 +269,7 @@ class Server:
 
     def size(self) -> int:
         """Returns the number of stored items."""
-        return int(self._verbs.size(self._state))
+        return int(self._methods.size(self._state))
 
     # Saving.
 
@@ -300,4 +300,4 @@ class Server:
 
     def end(self) -> None:
         """Releases everything, so that temporary files are removed."""
-        del self._state, self._verbs, self._put
+        del self._state, self._methods, self._put

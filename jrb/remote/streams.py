@@ -63,8 +63,8 @@ def writer(buffer: ReplayBuffer, lanes: int) -> Callable[..., BufferState]:
     None. If there is only one lane, the last three are those of `ReplayBuffer.extend`.
     """
     if lanes == 1:
-        verbs: Any = jitted(buffer)
-        return lambda state, lane, *sent: verbs.extend(state, *sent)
+        methods: Any = jitted(buffer)
+        return lambda state, lane, *sent: methods.extend(state, *sent)
     storage: Any = buffer.storage
     is_on_host, width = isinstance(storage, HostStorage), buffer.ring.envs // lanes
     inner = storage.device_part if is_on_host else storage

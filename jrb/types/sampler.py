@@ -138,17 +138,17 @@ class Sampler(abc.ABC):
         own = dependencies.restored(own, lambda: self.init(ring), token)
         return own if draws is None else own.replace(draws=draws)
 
-    def _unless_stateful(self, state: PartState, method: str, verb: str) -> Any:
+    def _unless_stateful(self, state: PartState, needed: str, method: str) -> Any:
         """Returns `state`; raises if it has other arrays than counts: no default fits them."""
         if jax.tree.leaves(state.replace(draws=None) if isinstance(state, DrawCounts) else state):
-            raise missing_method(self, method, verb)
+            raise missing_method(self, needed, method)
         return state
 
 
-def missing_method(sampler: Sampler, methods: str, verb: str, base: str = "Sampler") -> TypeError:
-    """Returns the error of a call, `verb`, that needs methods which the sampler does not have."""
+def missing_method(sampler: Sampler, needed: str, method: str, base: str = "Sampler") -> TypeError:
+    """Returns the error of `method`, which needs a method that the sampler does not have."""
     return MissingMethodError(
-        f"{verb}: expected a sampler with a method {methods}, got {type(sampler).__name__}, for "
+        f"{method}: expected a sampler with a method {needed}, got {type(sampler).__name__}, for "
         f"which no default would be right. See jrb.types.{base}."
     )
 

@@ -108,7 +108,7 @@ class Writer(abc.ABC):
         """
         return state
 
-    def check_edit(self, verb: str, names: frozenset[str]) -> None:
+    def check_edit(self, method: str, names: frozenset[str]) -> None:
         """Raises if leaves with these names must not be edited; by default all may be."""
         return
 

@@ -176,14 +176,14 @@ class MaxValue(OneByOne):
         ranks = sum_tree.cleared(state.ranks, token)
         return super().reset(ring, state, token).replace(ranks=ranks)
 
-    def check_edit(self, verb: str, names: frozenset[str]) -> None:
+    def check_edit(self, method: str, names: frozenset[str]) -> None:
         """Raises ValueError for leaves of the rank, by which the items held were chosen."""
         rank = path_name(self.key)
         for name in names:
             if within(name, rank):
                 raise ValueError(
-                    f"{verb}: leaf '{name}': expected leaves that MaxValue does not rank items by, "
-                    "got one that it does. Rank by a leaf of its own."
+                    f"{method}: leaf '{name}': expected leaves that MaxValue does not rank items "
+                    "by, got one that it does. Rank by a leaf of its own."
                 )
 
     def best(self, ring: Ring, state: MaxValueState, count: int) -> jax.Array:

@@ -172,10 +172,10 @@ class ReadOnly(Writer):
         """Raises TypeError, as writes are refused."""
         self.check_edit("empty", frozenset())
 
-    def check_edit(self, verb: str, names: frozenset[str]) -> NoReturn:
+    def check_edit(self, method: str, names: frozenset[str]) -> NoReturn:
         """Raises TypeError, as writes are refused."""
         raise TypeError(
-            f"{verb}: expected a buffer that can be written, got one with writer=ReadOnly(). "
+            f"{method}: expected a buffer that can be written, got one with writer=ReadOnly(). "
             "Write with a description that has the writer that filled it, jrb.RoundRobin() mostly."
         )
 

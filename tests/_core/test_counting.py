@@ -21,7 +21,7 @@ SAMPLERS = [
     jrb.Lifo(count_draws=True),
     jrb.Prioritized(count_draws=True),
 ]
-CASES = [  # others are in tests/verbs
+CASES = [  # others are in tests/methods
     {"sampler": SAMPLERS[0], "unit": jrb.Sequence(3, sample_by="episodes")},
     {"sampler": SAMPLERS[6], "unit": jrb.FrameStack(2, paths=("x",))},
     {"sampler": SAMPLERS[0], "writer": jrb.MaxValue("rank")},

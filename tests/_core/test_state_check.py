@@ -1,4 +1,4 @@
-"""A state belongs to its description: every verb refuses another one, when it is traced."""
+"""A state belongs to its description: every method refuses another one, when it is traced."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def filled(buffer, rows=5):
     return buffer.extend(buffer.init(EXAMPLE), row)
 
 
-def verbs(buffer):
+def methods(buffer):
     lead = () if buffer.num_envs is None else (buffer.num_envs,)
     rows = lambda *more: jax.tree.map(
         lambda leaf: jnp.zeros((*more, *lead, *leaf.shape), leaf.dtype), EXAMPLE
@@ -79,14 +79,14 @@ OTHERS = {
 @pytest.mark.parametrize("inside", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("sampler", [jrb.Uniform(), jrb.Prioritized()], ids=repr)
-def test_every_verb_refuses_a_state_of_another_description(name, sampler, inside):
+def test_every_method_refuses_a_state_of_another_description(name, sampler, inside):
     changes, error, text = OTHERS[name]
     buffer = dataclasses.replace(BASE, sampler=sampler)
     state = filled(dataclasses.replace(buffer, **changes))
-    for verb, call in verbs(buffer).items():
+    for method, call in methods(buffer).items():
         with pytest.raises(error, match=text) as raised:
             (jax.jit(call) if inside else call)(state)
-        assert "init of this very description" in str(raised.value), verb
+        assert "init of this very description" in str(raised.value), method
 
 
 LENGTHS = [
@@ -113,7 +113,7 @@ LENGTHS = [
 def test_parts_of_one_kind_are_told_apart_where_their_states_differ_in_meaning(one, other):
     state = filled(dataclasses.replace(BASE, **one))
     buffer = dataclasses.replace(BASE, **other)
-    for call in verbs(buffer).values():
+    for call in methods(buffer).values():
         with pytest.raises(TypeError, match=r"of this buffer, whose (unit|writer) is"):
             jax.jit(call)(state)
 
@@ -134,7 +134,7 @@ def test_parts_of_one_kind_may_change_where_their_states_do_not():
 @pytest.mark.parametrize("inside", [False, True], ids=["eager", "jit"])
 def test_states_of_many_buffers_are_for_vmap(inside):
     state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), filled(BASE))
-    for call in verbs(BASE).values():
+    for call in methods(BASE).values():
         with pytest.raises(ValueError, match=r"leading axes \(3,\).*jax\.vmap"):
             (jax.jit(call) if inside else call)(state)
     assert jax.vmap(BASE.size)(state).tolist() == [10, 10, 10]
@@ -193,7 +193,7 @@ def test_a_sampler_without_memory_may_be_put_on_a_live_state():
     assert sorted(other.sample(state, KEY).indices.tolist()) == list(range(10))
 
 
-def test_the_check_costs_nothing_when_a_verb_runs():
+def test_the_check_costs_nothing_when_a_method_runs():
     state, traces = filled(BASE), []
 
     @jax.jit

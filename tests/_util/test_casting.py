@@ -1,4 +1,4 @@
-"""What verbs take for an array, and which values are converted."""
+"""What methods take for an array, and which values are converted."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ ARRAYS = {
 }
 
 
-def verbs(buffer):
+def methods(buffer):
     """What brings an item `{"x": leaf}` into a buffer, and its first item."""
     read = lambda state: buffer.take(state, jnp.array([0]))["x"][0]
     held = lambda: buffer.add(buffer.init({"x": ROW}), {"x": ROW + 1})
@@ -72,8 +72,8 @@ def _of_two(leaf):
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_whatever_is_an_array_is_taken(kind, cast):
     buffer = jrb.ReplayBuffer(4, cast=cast)
-    for verb in verbs(buffer).values():
-        found = verb(ARRAYS[kind])
+    for method in methods(buffer).values():
+        found = method(ARRAYS[kind])
         if isinstance(found, jax.Array | np.ndarray):
             np.testing.assert_array_equal(found, ROW)
             assert found.dtype == jnp.float32
@@ -89,9 +89,9 @@ def test_whatever_is_an_array_is_taken(kind, cast):
     ids=["list", "masked", "tensor"],
 )
 def test_what_is_none_is_refused_by_name(leaf, error, message):
-    for name, verb in verbs(jrb.ReplayBuffer(4)).items():
+    for name, method in methods(jrb.ReplayBuffer(4)).items():
         with pytest.raises(error, match=rf"leaf 'x': .*{message}"):
-            verb(leaf)
+            method(leaf)
         assert name
 
 
@@ -127,7 +127,7 @@ def test_other_objects_and_nested_lists_are_refused_too():
 def test_numbers_that_a_dtype_cannot_hold_are_refused(stored, given, fits):
     buffer = jrb.ReplayBuffer(4, cast=True)
     item = {"x": np.asarray([given, given])}
-    narrows = stored is jnp.float16  # which the compiled verb does, where values are not known
+    narrows = stored is jnp.float16  # which the compiled method does, where values are not known
     for add in (buffer.add,) if narrows else (buffer.add, jrb.jitted(buffer).add):
         state = buffer.init({"x": jnp.zeros(2, stored)})
         if fits:

@@ -104,9 +104,9 @@ def test_a_draw_is_compiled_anew_for_a_call_by_itself():
     if not is_spread(buffer.sample, state, key):
         pytest.skip("nothing is spread where there is one thread, and on other devices")
     draws = lambda *args: buffer.draw(*args)[1]
-    for verb in (buffer.sample, draws):
-        assert not is_spread(compiling.standalone_program(verb), state, key)
-        assert is_spread(verb, state, key), "not what was traced for the other"
+    for method in (buffer.sample, draws):
+        assert not is_spread(compiling.standalone_program(method), state, key)
+        assert is_spread(method, state, key), "not what was traced for the other"
 
 
 def test_a_compiled_draw_inside_another_function_may_be_part_of_a_loop():
@@ -116,8 +116,12 @@ def test_a_compiled_draw_inside_another_function_may_be_part_of_a_loop():
     mix = jrb.Mix((buffer,), (1.0,), batch_size=256)
     keys = jax.random.split(jax.random.key(0), 2)
     loops = {
-        "passed": lambda verbs: lambda state: lax.map(lambda key: verbs.sample(state, key), keys),
-        "closed over": lambda verbs: lambda _: lax.map(lambda key: verbs.sample(state, key), keys),
+        "passed": lambda methods: (
+            lambda state: lax.map(lambda key: methods.sample(state, key), keys)
+        ),
+        "closed over": lambda methods: (
+            lambda _: lax.map(lambda key: methods.sample(state, key), keys)
+        ),
     }
     if not is_spread(loops["passed"](buffer), state):
         pytest.skip("nothing is spread where there is one thread, and on other devices")
@@ -131,7 +135,7 @@ def test_a_compiled_draw_inside_another_function_may_be_part_of_a_loop():
 def test_shards_are_compiled_anew_for_a_call_by_itself():
     buffer = jrb.Sharded(jrb.ReplayBuffer(2 * N, num_envs=2, batch_size=256), shards=2)
     state = jax.eval_shape(lambda: buffer.init({"observation": jnp.zeros(40)}))
-    rooms = lambda verb: str(jax.make_jaxpr(verb)(state, jax.random.key(0))).count(
+    rooms = lambda method: str(jax.make_jaxpr(method)(state, jax.random.key(0))).count(
         "dynamic_update_slice"
     )
     plain = rooms(buffer.sample)
@@ -351,12 +355,12 @@ WRITES = [
 @pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="it is about the CPU's threads")
-@pytest.mark.parametrize(("verb", "envs", "sampler", "unit", "example"), WRITES)
-def test_a_write_that_python_calls_wakes_no_thread(verb, envs, sampler, unit, example):
+@pytest.mark.parametrize(("method", "envs", "sampler", "unit", "example"), WRITES)
+def test_a_write_that_python_calls_wakes_no_thread(method, envs, sampler, unit, example):
     parts = {"sampler": devices.SAMPLERS[sampler], "unit": devices.UNITS[unit]}
-    buffer, lead = jrb.ReplayBuffer(2**14, num_envs=envs, **parts), (2, envs)[verb == "add" :]
+    buffer, lead = jrb.ReplayBuffer(2**14, num_envs=envs, **parts), (2, envs)[method == "add" :]
     rows = jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), example)
-    write = jax.jit(compiling.standalone_program(getattr(buffer, verb)), donate_argnums=0)
+    write = jax.jit(compiling.standalone_program(getattr(buffer, method)), donate_argnums=0)
     as_users_do = {"xla_cpu_use_fusion_emitters": True}  # the tests go without: see `conftest`
     compiled = write.lower(buffer.init(example), rows).compile(as_users_do)
     assert not is_handed_over(compiled.as_text())

@@ -72,7 +72,7 @@ def test_without_a_gpu_and_its_compiler_it_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["uniform", "prioritized", "n-step"])
-def test_every_verb_is_looked_through(name, monkeypatch):
+def test_every_method_is_looked_through(name, monkeypatch):
     def here(function, *args, donate):
         return jax.jit(function, donate_argnums=donate).lower(*args).compile()
 

@@ -61,12 +61,12 @@ def test_steps_are_timed_in_a_scan_and_in_python(name):
     assert all((row["ratio"] is None) == (row["peer"] == "jrb") for row in rows)
 
 
-def test_a_verb_alone_agents_and_compiling():
+def test_a_method_alone_agents_and_compiling():
     from benchmarks.workloads import agents
 
     wanted, setup = quick(), SETUPS["prioritized"]
-    verb = lambda peer, setup: programs.calls(peer, setup, 1, ("update",))
-    cases = [case.beside(wanted, "update", setup, verb)]
+    method = lambda peer, setup: programs.calls(peer, setup, 1, ("update",))
+    cases = [case.beside(wanted, "update", setup, method)]
     devices = dataclasses.replace(wanted, peers=OURS[::2])
     vmapped = lambda peer, setup: agents.vmapped(peer, setup, 2)
     cases.append(case.beside(devices, "agents", setup, vmapped))
@@ -195,7 +195,7 @@ def test_weights_of_skewed_shards_are_measured():
 
 
 @pytest.mark.slow
-def test_verbs_at_some_scale_are_measured(monkeypatch):
+def test_methods_at_some_scale_are_measured(monkeypatch):
     from benchmarks.alone import scale
 
     monkeypatch.setattr(scale, "TASKS", scale.TASKS[-1:])

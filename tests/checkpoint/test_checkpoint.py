@@ -351,9 +351,9 @@ def test_generations(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"expected generation 1, found \[2, 3, 4\]"):
         jrb.load(tmp_path, generation=1)
     for number in (0, -1, True, "2", 2.0):
-        for verb in (jrb.load, checkpoint.metadata):
+        for method in (jrb.load, checkpoint.metadata):
             with pytest.raises((TypeError, ValueError), match="generation: expected"):
-                verb(tmp_path, generation=number)
+                method(tmp_path, generation=number)
 
 
 @pytest.mark.parametrize("once", [False, True])

@@ -175,7 +175,7 @@ made = {"device": jrb.DeviceStorage, "memmap": lambda: jrb.MemmapStorage(path)}[
 buffer = jrb.ReplayBuffer(16, 2, 4, jrb.Prioritized(), jrb.NStep(2, 0.9), storage=made)
 item = {"x": jnp.zeros(2), "next": {"reward": jnp.float32(0), "done": False}}
 start = {"w": jnp.zeros(2), "key": jax.random.key(0), "step": 0}
-verbs = jrb.jitted(buffer)
+methods = jrb.jitted(buffer)
 if os.path.exists(os.path.join(path, "saved")):
     _, state, at = jrb.load(path, buffer, extra=start)
 else:
@@ -195,10 +195,10 @@ while at["step"] < 60:
     row = {"x": at["w"] + jax.random.normal(draw, (2, 2)),
            "next": {"reward": jax.random.normal(key, (2,)),
                     "done": jnp.arange(2) == at["step"] % 5}}
-    state = verbs.add(state, row)
-    state, sample = verbs.draw(state, draw)
+    state = methods.add(state, row)
+    state, sample = methods.draw(state, draw)
     reward = sample.data["next"]["reward"]
-    state = verbs.update_priority(state, sample, jnp.abs(reward))
+    state = methods.update_priority(state, sample, jnp.abs(reward))
     w = at["w"] + 0.1 * jnp.mean(sample.data["x"] * sample.weights[:, None], 0)
     at = {"w": w, "key": key, "step": at["step"] + 1}
     if at["step"] % 2 == 0:

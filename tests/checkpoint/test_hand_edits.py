@@ -1,4 +1,4 @@
-"""Items that a program changes outside the verbs: the next save to the same path writes them."""
+"""Items that a program changes outside the methods: the next save to the same path writes them."""
 
 import functools
 

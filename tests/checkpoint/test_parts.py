@@ -214,7 +214,7 @@ def test_files_of_others_where_a_part_would_be_stay_alone(tmp_path):
         (path / name).parent.mkdir(parents=True)
         (path / name).write_text("mine")
         before = sorted(path.rglob("*"))
-        for verb in (jrb.save, checkpoint.save_async):
+        for method in (jrb.save, checkpoint.save_async):
             with pytest.raises(ValueError, match=str(path)):
-                verb(path, parts, states)
+                method(path, parts, states)
             assert sorted(path.rglob("*")) == before

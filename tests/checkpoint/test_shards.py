@@ -224,10 +224,10 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
     monkeypatch.setattr(saving, "processes", of_this_process)
     monkeypatch.setattr(jrb.Sharded, "split", mine)
 
-    def in_turn(verb):
+    def in_turn(method):
         def alone(*arguments):
             with board.turn:
-                return verb(*arguments)
+                return method(*arguments)
 
         return alone
 

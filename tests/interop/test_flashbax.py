@@ -44,9 +44,9 @@ def filled(buffer, count, envs, by=3):
 
 def compiled(buffer):
     """The same buffer, faster."""
-    verbs = ("init", "add", "sample", "set_priorities")
+    methods = ("init", "add", "sample", "set_priorities")
     return buffer.replace(
-        **{name: jax.jit(getattr(buffer, name)) for name in verbs if hasattr(buffer, name)}
+        **{name: jax.jit(getattr(buffer, name)) for name in methods if hasattr(buffer, name)}
     )
 
 

@@ -72,10 +72,12 @@ class SingleProcess:
 
     @staticmethod
     def actor(server):
-        """One whose verbs are called as those of an actor."""
+        """One whose methods are called as those of an actor."""
 
-        verb = lambda name: lambda *given, **named: getattr(server(), name)(*given, **named)
-        call = lambda name: types.SimpleNamespace(remote=verb(name), options=lambda **_: call(name))
+        method = lambda name: lambda *given, **named: getattr(server(), name)(*given, **named)
+        call = lambda name: types.SimpleNamespace(
+            remote=method(name), options=lambda **_: call(name)
+        )
         return types.SimpleNamespace(facts=call("facts"), draw=call("draw"))
 
 

@@ -49,7 +49,7 @@ def told(buffer, state):
 SHORT = jrb.DeviceStorage(
     share_next_observations=True, terminal_capacity=4
 )  # rows leave early where it lacks room
-CASES = [  # others are in tests/verbs
+CASES = [  # others are in tests/methods
     (jrb.Transition(), 3),
     (jrb.Transition(), 2, SHORT),
     (jrb.Sequence(2), 1, SHORT),
@@ -58,22 +58,22 @@ CASES = [  # others are in tests/verbs
 
 
 def stepper(buffer, rows, envs, rng):
-    """Verbs with random arguments, compiled once each."""
+    """Methods with random arguments, compiled once each."""
     extend = jax.jit(buffer.extend)
     add, truncate, empty = map(jax.jit, (buffer.add, buffer.truncate, buffer.empty))
     edit = jax.jit(lambda s, where, done: buffer.set(s, where, {"next": {"done": done}}))
 
     def step(state):
-        verb = rng.choice(["add", "extend", "long", "set", "truncate", "empty"], p=CHANCES)
-        if verb == "add":
+        method = rng.choice(["add", "extend", "long", "set", "truncate", "empty"], p=CHANCES)
+        if method == "add":
             return add(state, items(rng, envs), rng.random() < 0.8)
-        if verb in ("extend", "long"):
-            length = 2 if verb == "extend" else rows + 3
+        if method in ("extend", "long"):
+            length = 2 if method == "extend" else rows + 3
             return extend(state, items(rng, length, envs), rng.random(length) < 0.8)
-        if verb == "set":
+        if method == "set":
             slots = rng.integers(0, buffer.capacity, 2, dtype=np.int32)
             return edit(state, slots, rng.random(2) < 0.5)
-        return truncate(state, rng.random(envs) < 0.5) if verb == "truncate" else empty(state)
+        return truncate(state, rng.random(envs) < 0.5) if method == "truncate" else empty(state)
 
     return step
 
@@ -83,7 +83,7 @@ CHANCES = [0.5, 0.2, 0.04, 0.1, 0.12, 0.04]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", CASES, ids=str)
-def test_programs_of_verbs_do_what_a_list_does(parts):
+def test_programs_of_methods_do_what_a_list_does(parts):
     (unit, envs, *storage), rows = parts, 5
     rng, sampler = np.random.default_rng(envs), jrb.Lifo()
     buffer = jrb.ReplayBuffer(rows * envs, envs, 3, sampler, unit)

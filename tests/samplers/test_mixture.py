@@ -1,4 +1,4 @@
-"""Several samplers over one buffer: exact shares, probabilities, weights, and every other verb."""
+"""Several samplers over one buffer: shares, probabilities, weights, and every other method."""
 
 import dataclasses
 import pickle

@@ -446,7 +446,7 @@ def test_the_same_alpha_as_before_computes_no_masses():
     [jrb.Uniform(), jrb.Newest(0.5), jrb.Queue(), jrb.Lifo(), jrb.WithoutReplacement()],
     ids=repr,
 )
-def test_verbs_of_priorities_are_refused_where_there_are_none(sampler):
+def test_methods_of_priorities_are_refused_where_there_are_none(sampler):
     buffer = jrb.ReplayBuffer(4, batch_size=2, sampler=sampler)
     state, slots = buffer.add(buffer.init({"x": 0}), {"x": 1}), jnp.array([0])
     with pytest.raises(TypeError, match="drop: expected a sampler that can leave anchors out"):

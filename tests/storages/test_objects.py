@@ -145,9 +145,9 @@ def test_epochs_and_prefetch_take_objects():
 @pytest.mark.parametrize(
     "thing", [{"b": np.zeros(2), "a": np.float64(1)}, np.arange(3), [1, 2**40]]
 )
-def test_compiled_verbs_keep_an_object_as_it_is(thing):
+def test_compiled_methods_keep_an_object_as_it_is(thing):
     objects = jrb.ReplayBuffer(4, batch_size=1, storage=jrb.ListStorage())
-    verbs = jrb.jitted(objects)
-    state = verbs.extend(verbs.add(objects.init(None), thing), [thing])
+    methods = jrb.jitted(objects)
+    state = methods.extend(methods.add(objects.init(None), thing), [thing])
     assert all(found is thing for found in objects.take(state, jnp.arange(2)))
-    assert verbs.sample(state, KEY).data[0] is thing
+    assert methods.sample(state, KEY).data[0] is thing

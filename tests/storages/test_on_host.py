@@ -82,13 +82,13 @@ def in_place(monkeypatch):
     seams.write_small_states_in_place(monkeypatch)
 
 
-@pytest.mark.parametrize("verbs", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
+@pytest.mark.parametrize("methods", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
 @pytest.mark.parametrize(("storage", "unit", "envs"), CASES)
-def test_draws_are_those_of_the_device(storage, unit, envs, verbs, in_place):
+def test_draws_are_those_of_the_device(storage, unit, envs, methods, in_place):
     parts = {"capacity": 12, "num_envs": envs, "batch_size": 16, "unit": UNITS[unit]}
     parts["sampler"] = jrb.Prioritized()
     plain = jrb.ReplayBuffer(**parts)
-    other = verbs(jrb.ReplayBuffer(storage=STORAGES[storage](), **parts))
+    other = methods(jrb.ReplayBuffer(storage=STORAGES[storage](), **parts))
     state, hosted = plain.init(EXAMPLE), other.init(EXAMPLE)
     for number, time in enumerate([1, 4, 1, 4, 4, 20, 1]):
         rows = steps(number, time, envs)
@@ -125,11 +125,11 @@ WRITERS = {
     [("memmap", writer) for writer in WRITERS]
     + [("list", writer) for writer in WRITERS if writer != "best"],
 )
-def test_compiled_verbs_write_in_place_what_the_others_write(storage, writer, in_place):
+def test_compiled_methods_write_in_place_what_the_others_write(storage, writer, in_place):
     made = jrb.MemmapStorage if storage == "memmap" else jrb.ListStorage
     parts = {"sampler": jrb.Prioritized(), "writer": WRITERS[writer], "batch_size": 8}
     buffers = [jrb.ReplayBuffer(12, num_envs=2, storage=made(), **parts) for _ in range(2)]
-    verbs = [buffers[0], jrb.jitted(buffers[1])]
+    methods = [buffers[0], jrb.jitted(buffers[1])]
     states = [buffer.init({"x": jnp.float32(0)}) for buffer in buffers]
     for number in range(9):
         values = np.random.default_rng(number).random(2).astype(np.float32)
@@ -138,24 +138,24 @@ def test_compiled_verbs_write_in_place_what_the_others_write(storage, writer, in
         old = states[1]
         if not buffers[0].can_add(states[0]):
             break
-        adds = [each.add(state, item, mask) for each, state in zip(verbs, states, strict=True)]
+        adds = [each.add(state, item, mask) for each, state in zip(methods, states, strict=True)]
         gone = [leaf.is_deleted() for leaf in jax.tree.leaves(old.sampler)]
         assert set(gone) == {storage == "memmap"}  # a write to a list cannot be taken back
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((states[0], adds)))
-        size = verbs[1].size(adds[1])
-        one, other = [each.sample(state, KEY) for each, state in zip(verbs, adds, strict=True)]
+        size = methods[1].size(adds[1])
+        one, other = [each.sample(state, KEY) for each, state in zip(methods, adds, strict=True)]
         same(jax.tree.map(jnp.asarray, one), jax.tree.map(jnp.asarray, other))
         states = [
             each.drop(each.update_priority(state, one, jnp.arange(8.0)), one.indices[:1])
-            for each, state in zip(verbs, adds, strict=True)
+            for each, state in zip(methods, adds, strict=True)
         ]
         same(states[0].replace(storage=None), states[1].replace(storage=None))
         assert int(size) == int(buffers[0].size(states[0]))  # still there
-    for verb in (buffers[1].priorities, verbs[1].priorities):
+    for method in (buffers[1].priorities, methods[1].priorities):
         with pytest.raises(ValueError, match="donated"):
-            verb(adds[1])
+            method(adds[1])
     with pytest.raises(ValueError, match="donated"):
-        verbs[1].update_priority(adds[1], one, jnp.arange(8.0))
+        methods[1].update_priority(adds[1], one, jnp.arange(8.0))
 
 
 @pytest.mark.parametrize(("storage", "unit"), [("memmap", "stack"), ("spill", "sequence")])
@@ -465,8 +465,8 @@ def test_prefetch_draws_again_where_rows_went_meanwhile():
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "full"), MemoryError(), KeyboardInterrupt()]
 )
-@pytest.mark.parametrize("verbs", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
-def test_a_write_that_failed_has_not_happened(storage, error, verbs, in_place):
+@pytest.mark.parametrize("methods", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
+def test_a_write_that_failed_has_not_happened(storage, error, methods, in_place):
     buffer, state = pair(storage())
     state = buffer.extend(state, numbered(*range(8)))
 
@@ -474,7 +474,7 @@ def test_a_write_that_failed_has_not_happened(storage, error, verbs, in_place):
         raise error
 
     with seams.hooked(strike), pytest.raises(type(error)):
-        verbs(buffer).add(state, {"x": jnp.ones(2)})
+        methods(buffer).add(state, {"x": jnp.ones(2)})
     np.testing.assert_array_equal(buffer.take(state, jnp.arange(8))["x"][:, 0], range(8))
     state = buffer.add(state, {"x": jnp.full(2, 9.0)})
     np.testing.assert_array_equal(

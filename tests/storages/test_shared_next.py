@@ -37,14 +37,14 @@ def played(rows, envs, room, calls, sampler=None):
     sampler = sampler or jrb.Uniform(replacement=False)
     buffer, add, extend, sample, empty = compiled(rows, envs, room, sampler)
     state, model, stream = buffer.init(EXAMPLE), OnceModel(rows, envs, room), Stream(envs)
-    for verb, dones, mask in calls:
-        if verb == "empty":
+    for method, dones, mask in calls:
+        if method == "empty":
             state, stream = empty(state), Stream(envs)
             model.empty()
             continue
         written = [stream.row(flags) for flags in dones]
         items = arrays(written)
-        if verb == "add":
+        if method == "add":
             state = add(state, jax.tree.map(lambda leaf: leaf[0], items), mask[0])
         else:
             state = extend(state, items, mask)

@@ -92,8 +92,8 @@ WRITES = st.lists(st.tuples(st.sampled_from([1, 2, 5]), st.integers(0, 2**32 - 1
 @given(st.sampled_from([1, 3]), WRITES)
 def test_statistics_are_those_of_all_rows_that_were_written(envs, writes):
     buffer, model = buffer_of(envs, 4), Model(envs)
-    verbs = jrb.jitted(buffer)
-    state = verbs.init(example())
+    methods = jrb.jitted(buffer)
+    state = methods.init(example())
     for length, seed in writes:
         rng = np.random.default_rng(seed)
         items, mask = rows(rng, length, envs), rng.random(length) < 0.7
@@ -101,16 +101,16 @@ def test_statistics_are_those_of_all_rows_that_were_written(envs, writes):
             mask = np.ones(length, bool)
         if seed % 2:
             for row in range(length):
-                state = verbs.add(state, cut(items, row), jnp.asarray(mask[row]))
+                state = methods.add(state, cut(items, row), jnp.asarray(mask[row]))
         else:
-            state = verbs.extend(state, items, jnp.asarray(mask))
+            state = methods.extend(state, items, jnp.asarray(mask))
         model.write(items, mask)
         if seed % 5 == 0:
             which = rng.random(envs) < 0.5
-            state = verbs.truncate(state, jnp.asarray(which))
+            state = methods.truncate(state, jnp.asarray(which))
             model.running = np.where(which, 0.0, model.running)
         if seed % 7 == 0:
-            state = verbs.empty(state)
+            state = methods.empty(state)
     model.check(state)
 
 

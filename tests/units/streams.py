@@ -66,8 +66,8 @@ def compiled(unit, rows, envs):
         sampler=jrb.Uniform(replacement=False),
         unit=unit,
     )
-    verbs = (buffer.add, buffer.extend, buffer.sample, buffer.empty, buffer.truncate)
-    return buffer, *map(jax.jit, verbs)
+    methods = (buffer.add, buffer.extend, buffer.sample, buffer.empty, buffer.truncate)
+    return buffer, *map(jax.jit, methods)
 
 
 @st.composite
@@ -83,13 +83,13 @@ def commands(draw, envs, rows, truncates=False):
     for _ in range(draw(st.integers(1, 12))):
         some = ["add", "add", "extend", "extend", "long" if rows > CHUNK else "add", "empty"]
         some += ["truncate"] * truncates
-        verb = draw(st.sampled_from(some))
-        length = {"add": 1, "extend": CHUNK, "long": 2 * rows + 1}.get(verb, 0)
+        method = draw(st.sampled_from(some))
+        length = {"add": 1, "extend": CHUNK, "long": 2 * rows + 1}.get(method, 0)
         flags = rng.random((length, envs, 2)) < often / 2
         mask = rng.random(length) < 0.8 if draw(st.booleans()) else np.ones(length, bool)
-        if verb == "truncate":
+        if method == "truncate":
             mask = rng.random(envs) < 0.7
-        calls.append((verb, flags.tolist(), mask))
+        calls.append((method, flags.tolist(), mask))
     return calls
 
 
@@ -98,18 +98,18 @@ def played(unit, rows, envs, calls):
     buffer, add, extend, sample, empty, truncate = compiled(unit, rows, envs)
     state, model, stream = buffer.init(EXAMPLE), reference.Episodes(rows, envs), Stream(envs)
     begins = {}
-    for verb, dones, mask in calls:
-        if verb == "empty":
+    for method, dones, mask in calls:
+        if method == "empty":
             state = empty(state)
             model.empty()
             continue
-        if verb == "truncate":
+        if method == "truncate":
             state = truncate(state, mask)
             model.truncate(mask)
             continue
         written = [stream.row(flags) for flags in dones]
         items = arrays(written)
-        if verb == "add":
+        if method == "add":
             state = add(state, jax.tree.map(lambda leaf: leaf[0], items), mask[0])
         else:
             state = extend(state, items, mask)

@@ -65,19 +65,19 @@ def test_priorities_are_held_just_where_anchors_are(unit, expected, ring, data):
     state, model, stream = buffer.init(EXAMPLE), reference.Episodes(rows, envs), Stream(envs)
     begins, late = {}, None
     calls = data.draw(commands(envs, rows, truncates=True))
-    for number, (verb, dones, mask) in enumerate(calls):
+    for number, (method, dones, mask) in enumerate(calls):
         written = [stream.row(flags) for flags in dones]
         for row, is_written in zip(written, mask if written else [], strict=True):
             for env in range(envs):
                 begins.setdefault((env, model.number[env]), model.time)
             model.add(row, is_written)
-        if verb == "empty":
+        if method == "empty":
             state = empty(state)
             model.empty()
-        elif verb == "truncate":
+        elif method == "truncate":
             state = truncate(state, mask)
             model.truncate(mask)
-        elif verb == "add":
+        elif method == "add":
             state = add(state, jax.tree.map(lambda leaf: leaf[0], arrays(written)), mask[0])
         else:
             state = extend(state, arrays(written), mask)

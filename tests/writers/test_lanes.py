@@ -47,12 +47,12 @@ WITHOUT_SET = ("padded windows of a period", "stacked windows", "stacked strict 
 
 
 def program(key):
-    """A program of verbs, all of whose arguments are `[STEPS, ...]`."""
+    """A program of methods, all of whose arguments are `[STEPS, ...]`."""
     keys = jax.random.split(key, 6)
     shape = (STEPS, T, E)
     number = jnp.arange(STEPS * T * E, dtype=jnp.int32).reshape(shape)
     return {
-        "verb": jax.random.choice(
+        "method": jax.random.choice(
             keys[0], 6, (STEPS,), p=jnp.array([0.5, 0.2, 0.1, 0.1, 0.08, 0.02])
         ),
         "items": {
@@ -70,11 +70,11 @@ def program(key):
     }
 
 
-def verbs(buffer, given, slots, leave_out):
+def methods(buffer, given, slots, leave_out):
     """What a step of a program may do, but for one of them: each is what most is compiled for."""
     part = functools.partial(jax.tree.map, lambda leaf: leaf[0])
     flag = {"next": {"done": given["flag"].reshape(slots.shape)}}
-    verbs = [
+    methods = [
         lambda state: buffer.extend(state, given["items"], given["mask"], given["priority"]),
         lambda state: buffer.add(state, part(given["items"]), given["mask"][0]),
         lambda state: buffer.truncate(state, given["flag"]),
@@ -85,12 +85,12 @@ def verbs(buffer, given, slots, leave_out):
         buffer.empty,
     ]
     if not buffer.sampler.prioritized:
-        verbs[0] = lambda state: buffer.extend(state, given["items"], given["mask"])
-        verbs[4] = lambda state: state
+        methods[0] = lambda state: buffer.extend(state, given["items"], given["mask"])
+        methods[4] = lambda state: state
     if buffer.unit.one_row:
-        verbs[3] = lambda state: state
-    verbs[leave_out] = lambda state: state
-    return verbs
+        methods[3] = lambda state: state
+    methods[leave_out] = lambda state: state
+    return methods
 
 
 @component
@@ -132,14 +132,14 @@ def test_lanes_are_a_buffer_for_each_environment(name):
 
     def together(state, given):
         slots = given["row"] * E + jnp.arange(E, dtype=jnp.int32)
-        state = jax.lax.switch(given["verb"], verbs(lanes, given, slots, left_out), state)
+        state = jax.lax.switch(given["method"], methods(lanes, given, slots, left_out), state)
         return state, seen(lanes, state)
 
     def each(states, given):
         def one(state, env):
             mine = {key: jax.tree.map(lambda leaf: leaf[..., env], given[key]) for key in own}
             slots = mine["row"][None]
-            return jax.lax.switch(given["verb"], verbs(alone, mine, slots, left_out), state)
+            return jax.lax.switch(given["method"], methods(alone, mine, slots, left_out), state)
 
         states = jax.vmap(one)(states, jnp.arange(E))
         return states, jax.vmap(functools.partial(seen, alone))(states)

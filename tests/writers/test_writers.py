@@ -106,9 +106,9 @@ def test_an_immutable_buffer_is_drawn_from_and_not_written():
     sample = fixed.sample(state, KEY)
     assert sample.mask.all()
     fixed.update_priority(state, sample, jnp.ones(2))
-    for verb in ("add", "empty"):
-        with pytest.raises(TypeError, match=rf"{verb}: expected a buffer that can be written"):
-            getattr(fixed, verb)(state, *[EXAMPLE] * (verb == "add"))
+    for method in ("add", "empty"):
+        with pytest.raises(TypeError, match=rf"{method}: expected a buffer that can be written"):
+            getattr(fixed, method)(state, *[EXAMPLE] * (method == "add"))
 
 
 # Reservoirs.

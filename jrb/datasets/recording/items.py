@@ -58,7 +58,7 @@ class ItemSpec:
             notes.append(f"The items have no flag of termination: {instead}.")
         return tuple(notes)
 
-    def check(self, items: Any, lead: tuple[int, ...], verb: str) -> list[Any]:
+    def check(self, items: Any, lead: tuple[int, ...], method: str) -> list[Any]:
         """Returns the leaves `[*lead, ...]` of items, numbers as arrays; raises if one differs."""
         leaves, structure = jax.tree.flatten(items)
         if structure != self.structure:
@@ -70,11 +70,11 @@ class ItemSpec:
             if ours == {*names}:
                 text = f"the structure {self.structure}, got {structure}"
             raise ValueError(
-                f"{verb}: expected an item with {text}. All items of a recorder look alike; record "
-                "others to another path."
+                f"{method}: expected an item with {text}. All items of a recorder look alike; "
+                "record others to another path."
             )
         for number, (leaf, spec) in enumerate(zip(leaves, self.specs, strict=True)):
-            where = f"{verb}: leaf '{self.names[number]}'"
+            where = f"{method}: leaf '{self.names[number]}'"
             if not hasattr(leaf, "dtype"):
                 leaf = leaves[number] = _number(leaf, spec, where)
             if leaf.dtype != spec.dtype:
@@ -99,27 +99,27 @@ def _number(leaf: object, spec: Any, where: str) -> np.ndarray:
     return np.asarray(leaf).astype(jax.dtypes.canonicalize_dtype(type(leaf)))
 
 
-def item_spec(example: Any, lead: int, keys: Keys, verb: str) -> ItemSpec:
+def item_spec(example: Any, lead: int, keys: Keys, method: str) -> ItemSpec:
     """Returns the spec of items like `example`, whose leaves have `lead` leading axes.
 
     Raises for items without a reward, with names that collide in TED, or with other than numbers.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(example)
     names = [leaf_name(path) for path, _ in leaves]
-    specs = [_leaf_spec(leaf, lead, f"{verb}: leaf '{leaf_name(path)}'") for path, leaf in leaves]
+    specs = [_leaf_spec(leaf, lead, f"{method}: leaf '{leaf_name(path)}'") for path, leaf in leaves]
     for path, _ in leaves:
         has_slash = any("/" in leaf_name((part,)) for part in path)
-        check(not has_slash, verb, "names without a slash", f"'{leaf_name(path)}'. Rename it")
+        check(not has_slash, method, "names without a slash", f"'{leaf_name(path)}'. Rename it")
     reward = path_name(keys.reward)
     got = f"items with the leaves {names}. Name the right one with keys=jrb.Keys(reward=...)"
     has_reward = any(within(name, reward) for name in names)
     check(has_reward, "reward", f"a leaf at '{reward}'", got)
-    numbers = _single_numbers(names, specs, keys, verb)
+    numbers = _single_numbers(names, specs, keys, method)
     episode = numbers.pop("episode", None)
     in_ted = ted_names(names, keys, _ROLES)
     kept = [in_ted[name] for n, name in enumerate(names) if n not in numbers.values()]
     try:
-        check_names(verb, [*_RESERVED, *kept])
+        check_names(method, [*_RESERVED, *kept])
     except ValueError as error:
         raise ValueError(
             f"{error} Each leaf needs a place of its own in TED, apart from the flags "
@@ -128,11 +128,11 @@ def item_spec(example: Any, lead: int, keys: Keys, verb: str) -> ItemSpec:
     arrays = [_recorded(in_ted[name], spec) for name, spec in zip(names, specs, strict=True)]
     for leaf in arrays:
         got, is_small = f"{leaf.dtype} of shape {leaf.shape}", leaf.width < 1 << 31  # Arrow's limit
-        check(is_small, f"{verb}: leaf '{leaf.name}'", "less than 2 GiB in one item", got)
+        check(is_small, f"{method}: leaf '{leaf.name}'", "less than 2 GiB in one item", got)
     return ItemSpec(structure, specs, names, arrays, numbers, episode)
 
 
-def _single_numbers(names: list[str], specs: list[Any], keys: Keys, verb: str) -> dict[str, int]:
+def _single_numbers(names: list[str], specs: list[Any], keys: Keys, method: str) -> dict[str, int]:
     """Returns the leaf indices of the flags and the episode number, by their fields of `Keys`."""
     numbers: dict[str, int] = {}
     for role in (*FLAGS, "episode"):
@@ -140,7 +140,7 @@ def _single_numbers(names: list[str], specs: list[Any], keys: Keys, verb: str) -
         if not (role == "episode" and path) and not any(within(name, path) for name in names):
             continue
         place = names.index(path) if path in names else -1
-        spec, where = specs[place], f"{verb}: leaf '{path}'"
+        spec, where = specs[place], f"{method}: leaf '{path}'"
         is_number = place >= 0 and spec.shape in ((), (1,)) and not is_keys(spec.dtype)
         got = spec if place >= 0 else "no such leaf"
         check(is_number, where, "one number for each item, of shape () or (1,)", got)

@@ -261,20 +261,20 @@ class Recorder:
         state = "closed" if self._writer.is_closed else f"{self.held} in memory"
         return f"Recorder({self.path}: {self.sealed} items sealed, {state})"
 
-    def _take(self, items: Any, lead: tuple[int, ...], mask: Any, verb: str) -> None:
-        spec = self._writer.spec or item_spec(items, len(lead), self._keys, verb)
-        leaves = spec.check(items, lead, verb)
+    def _take(self, items: Any, lead: tuple[int, ...], mask: Any, method: str) -> None:
+        spec = self._writer.spec or item_spec(items, len(lead), self._keys, method)
+        leaves = spec.check(items, lead, method)
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, jax.core.Tracer):
                 raise TypeError(
-                    f"{verb}: leaf '{spec.names[number]}': expected an array, got a tracer. Inside "
-                    "jit, scan and grad there is record."
+                    f"{method}: leaf '{spec.names[number]}': expected an array, got a tracer. "
+                    "Inside jit, scan and grad there is record."
                 )
             if not isinstance(leaf, np.ndarray | np.generic):
                 leaves[number] = np.asarray(_raw(leaf))
         if mask is not None:
             mask = np.asarray(mask)
-            _check_mask(mask, lead, self._lead, verb)
+            _check_mask(mask, lead, self._lead, method)
         if self._writer.spec is None:
             self._begin(spec)
         self._put(leaves, lead, mask)
@@ -305,11 +305,13 @@ def _raw(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_keys(leaf.dtype) else leaf
 
 
-def _check_mask(mask: Any, lead: tuple[int, ...], envs: tuple[int, ...], verb: str) -> None:
+def _check_mask(mask: Any, lead: tuple[int, ...], envs: tuple[int, ...], method: str) -> None:
     """Raises unless a mask has the shape `lead`, or `lead` without the axis of environments."""
     time = lead[: len(lead) - len(envs)]
     if mask.dtype != np.bool_:
-        raise TypeError(f"{verb}: mask: expected dtype bool, got {mask.dtype}. Compare, not cast.")
+        raise TypeError(
+            f"{method}: mask: expected dtype bool, got {mask.dtype}. Compare, not cast."
+        )
     if mask.shape not in (time, lead):
         shapes = " or ".join(map(str, dict.fromkeys((time, lead))))
-        raise ValueError(f"{verb}: mask: expected shape {shapes}, got {mask.shape}.")
+        raise ValueError(f"{method}: mask: expected shape {shapes}, got {mask.shape}.")

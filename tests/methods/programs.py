@@ -1,4 +1,4 @@
-"""Random programs of verbs: what they are given, and how a buffer and its model run them."""
+"""Random programs of methods: what they are given, and how a buffer and its model run them."""
 
 import operator
 
@@ -23,22 +23,22 @@ CHANCES = {
     "update": 0.1,
     "empty": 0.04,
 }
-"""How often each verb comes."""
+"""How often each method comes."""
 
 
-def verbs_of(buffer):
+def methods_of(buffer):
     """Those that a buffer has."""
     left_out = () if buffer.sampler.prioritized else ("drop", "update")
     if not buffer.writer.writes:
         left_out += ("extend", "add", "set", "set_rest", "empty")
     if buffer.storage.of_objects:
         left_out += ("set_rest",)
-    return [verb for verb in CHANCES if verb not in left_out]
+    return [method for method in CHANCES if method not in left_out]
 
 
-def verbs(rng, names, *lead):
-    """Which of the verbs of these names come, int32 `[*lead]`."""
-    chances = np.array([CHANCES[verb] for verb in names])
+def methods(rng, names, *lead):
+    """Which of the methods of these names come, int32 `[*lead]`."""
+    chances = np.array([CHANCES[method] for method in names])
     return rng.choice(len(chances), lead, p=chances / chances.sum()).astype(np.int32)
 
 
@@ -98,7 +98,7 @@ def drawn(found):
 
 
 def branches(buffer):
-    """What each verb of a program does: the state, and what was drawn."""
+    """What each method of a program does: the state, and what was drawn."""
     shelved = buffer.storage.of_objects
     kept = objects if shelved else lambda items: items
     at = lambda items, where: kept(jax.tree.map(lambda leaf: leaf[where], items))
@@ -116,7 +116,7 @@ def branches(buffer):
         return buffer.set(state, given["slots"], values)
 
     none = np.zeros(buffer.batch_size, np.int32)
-    silent = lambda verb: lambda s, g: (verb(s, g), (none, none < 0, none))
+    silent = lambda method: lambda s, g: (method(s, g), (none, none < 0, none))
     return {
         "extend": silent(extend),
         "add": silent(lambda s, g: buffer.add(s, at(rows(g), 0), g["mask"][0])),
@@ -133,10 +133,10 @@ def branches(buffer):
 def step(buffer, names):
     """One step of a program, compiled: the state, and what the model is told of it."""
     known = branches(buffer)
-    calls = [known[verb] for verb in names]
+    calls = [known[method] for method in names]
 
     def run(state, given):
-        state, drawn = jax.lax.switch(given["verb"], calls, state, given)
+        state, drawn = jax.lax.switch(given["method"], calls, state, given)
         return state, (drawn, items(buffer, state)["number"])
 
     return run
@@ -171,28 +171,28 @@ def seen(buffer, state, items, many=MANY):
 # Its model.
 
 
-def follow(model, verb, given, told):
+def follow(model, method, given, told):
     """The same in plain Python; `told`: what was drawn, and the items' numbers slot by slot."""
     drawn, numbers = told
     given = {**given, "told": numbers}
-    if verb == "extend":
+    if method == "extend":
         model.write(given, T)
-    elif verb == "add":
+    elif method == "add":
         model.write({name: leaf for name, leaf in given.items() if name != "priorities"}, 1)
-    elif verb == "draw":
+    elif method == "draw":
         model.draw(*(leaf.tolist() for leaf in drawn))
-    elif verb in ("set", "set_rest"):
-        names = ["x", "after"] + ["done"] * (verb == "set")
+    elif method in ("set", "set_rest"):
+        names = ["x", "after"] + ["done"] * (method == "set")
         names += ["number", "reward"] * model.buffer.storage.of_objects
         values = {name: given[name][:, 0] for name in names}
-        model.set(given["slots"], values, verb == "set")
-    elif verb == "truncate":
+        model.set(given["slots"], values, method == "set")
+    elif method == "truncate":
         model.truncate(given["flags"])
-    elif verb == "empty":
+    elif method == "empty":
         model.empty()
-    elif verb == "drop":
+    elif method == "drop":
         model.drop(given["slots"][0])
-    elif verb == "update":
+    elif method == "update":
         model.update(given["slots"], given["priorities"][:, 0])
 
 

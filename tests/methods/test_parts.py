@@ -1,7 +1,7 @@
 """Random programs that go on in buffers of other parts, on the host.
 
-One at a time, verb by verb outside `jit`; again and again they are saved and loaded, or rebuilt as
-another description, which then is the one to go on with.
+One at a time, method by method outside `jit`; again and again they are saved and loaded, or rebuilt
+as another description, which then is the one to go on with.
 """
 
 import jax
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import jrb
-from tests.verbs import programs
-from tests.verbs.model import Model
-from tests.verbs.programs import EXAMPLE, MANY, STEPS, T
-from tests.verbs.units import RULES
+from tests.methods import programs
+from tests.methods.model import Model
+from tests.methods.programs import EXAMPLE, MANY, STEPS, T
+from tests.methods.units import RULES
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")]
 
@@ -71,31 +71,31 @@ class Program:
         self.state = buffer.init(None if buffer.storage.of_objects else EXAMPLE)
 
     def step(self):
-        """One verb, or nothing where it raises as it should."""
-        names = programs.verbs_of(self.buffer)
-        verb = names[programs.verbs(self.rng, names)]
+        """One method, or nothing where it raises as it should."""
+        names = programs.methods_of(self.buffer)
+        method = names[programs.methods(self.rng, names)]
         given = programs.arguments(self.rng, self.buffer)
         given["number"] += self.number
         self.number += given["number"].size
-        self.done.append(verb)
-        if self.is_refused(verb, given):
+        self.done.append(method)
+        if self.is_refused(method, given):
             self.done.append("refused")
             with pytest.raises(ValueError, match="expected"):
-                self.call(verb, given)
+                self.call(method, given)
             return
-        self.state, drawn = self.call(verb, given)
+        self.state, drawn = self.call(method, given)
         items = None if self.model.writer.is_chronological else self.items()
         numbers = items and items["number"]
-        programs.follow(self.model, verb, given, (jax.device_get(drawn), numbers))
+        programs.follow(self.model, method, given, (jax.device_get(drawn), numbers))
 
-    def call(self, verb, given):
-        return programs.branches(self.buffer)[verb](self.state, given)
+    def call(self, method, given):
+        return programs.branches(self.buffer)[method](self.state, given)
 
-    def is_refused(self, verb, given):
+    def is_refused(self, method, given):
         """Whether there is nothing to draw, or no room."""
-        if verb == "draw":
+        if method == "draw":
             return not self.model.sampler.ready(self.model.anchors)
-        rows = given["mask"][: {"extend": T, "add": 1}.get(verb, 0)]
+        rows = given["mask"][: {"extend": T, "add": 1}.get(method, 0)]
         return int(rows.any(axis=tuple(range(1, rows.ndim))).sum()) > self.model.room()
 
     def save(self, path):

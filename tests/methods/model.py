@@ -1,9 +1,9 @@
-"""A buffer in plain Python: the verbs, made of what writers, units and samplers do."""
+"""A buffer in plain Python: the methods, made of what writers, units and samplers do."""
 
 import numpy as np
 
-from tests.verbs import samplers, units, writers
-from tests.verbs.writers import MANY, Row
+from tests.methods import samplers, units, writers
+from tests.methods.writers import MANY, Row
 
 
 class Model:
@@ -53,7 +53,7 @@ class Model:
         names = (lambda row: row.slot) if places else id
         self.sampler.changed(before, self.anchors, names, lanes)
 
-    # Verbs.
+    # Methods.
 
     def write(self, given, length):
         """Rows of time, those that are not masked and for which there is room."""

@@ -1,4 +1,4 @@
-"""Random programs of verbs against plain Python: what is held, what is drawn, how likely.
+"""Random programs of methods against plain Python: what is held, what is drawn, how likely.
 
 Hundreds of programs of a description run side by side, as one compiled program. Again and again, by
 chance, all of them are saved and loaded, and some are rebuilt, in either order.
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import jrb
-from tests.verbs import programs
-from tests.verbs.model import Model
-from tests.verbs.programs import EXAMPLE, STEPS
-from tests.verbs.units import RULES
+from tests.methods import programs
+from tests.methods.model import Model
+from tests.methods.programs import EXAMPLE, STEPS
+from tests.methods.units import RULES
 
 pytestmark = pytest.mark.slow
 
@@ -44,10 +44,10 @@ class Case:
         return jrb.ReplayBuffer(ROWS * self.envs, self.envs, 4, storage=self.storage, **parts)
 
     @property
-    def verbs(self):
+    def methods(self):
         """All but one, which the cases beside have: each is what most is compiled for."""
         left_out = ["add", "set_rest"][CASES.index(self) % 2]
-        return [verb for verb in programs.verbs_of(self.buffer) if verb != left_out]
+        return [method for method in programs.methods_of(self.buffer) if method != left_out]
 
     def __str__(self):
         parts = (self.sampler, self.writer, self.storage, self.envs)
@@ -77,11 +77,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_programs_of_verbs_do_what_plain_python_does(case, tmp_path):
-    buffer, names = case.buffer, case.verbs
+def test_programs_of_methods_do_what_plain_python_does(case, tmp_path):
+    buffer, names = case.buffer, case.methods
     rng = np.random.default_rng(CASES.index(case))
     given = programs.arguments(rng, buffer, PROGRAMS, STEPS)
-    given["verb"] = programs.verbs(rng, names, PROGRAMS, STEPS)
+    given["method"] = programs.methods(rng, names, PROGRAMS, STEPS)
     given["number"] += np.arange(STEPS, dtype=np.int32)[:, None, None] * 100
     step = programs.step(buffer, names)
     some = jax.jit(jax.vmap(lambda state, given: jax.lax.scan(step, state, given)))
@@ -143,14 +143,14 @@ def paused(buffer, states, what, chosen, path):
     return jax.tree.map(jnp.asarray, host)
 
 
-def run(model, verbs, given, told, moves, found):
+def run(model, methods, given, told, moves, found):
     """One program, in plain Python, up to what the state holds at its end."""
     done = []
     try:
         for step in range(STEPS):
             at = operator.itemgetter(step)
             one, now = (jax.tree.map(at, tree) for tree in (given, told))
-            done.append(verbs[one["verb"]])
+            done.append(methods[one["method"]])
             programs.follow(model, done[-1], one, now)
             if moves[step]:
                 done.append("rebuild")

@@ -1,4 +1,0 @@
-import pytest
-
-for name in ("model", "programs", "samplers", "units", "writers"):
-    pytest.register_assert_rewrite(f"tests.verbs.{name}")  # what they assert is told in full
