@@ -4,8 +4,7 @@
 
 Makers, samples and the fields of states are those of flashbax 0.1.3 and of its main branch, which
 need not be installed. `install()` makes `import flashbax` import this module, to try a program
-without changes. The guide "From flashbax" lists the differences. E `add_batch_size`, B batch, L
-window.
+unchanged. The guide "From flashbax" lists differences. E `add_batch_size`, B batch, L window.
 """
 
 import dataclasses
@@ -179,9 +178,8 @@ class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
         return self.state_class(inner=inner, buffer=self.buffer)
 
     def _inner(self, state: Any) -> jrb.BufferState:
-        if state.buffer == self.buffer:
-            return state.inner
-        return jrb.rebuild(state.buffer, state.inner, self.buffer)  # a state made from arrays
+        same = state.buffer == self.buffer  # False for a state that was made from arrays
+        return state.inner if same else jrb.rebuild(state.buffer, state.inner, self.buffer)
 
     def add(self, state: BufferState, batch: Any) -> BufferState:
         """Returns the state with time steps `[E, T, ...]` added."""
@@ -196,8 +194,7 @@ class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
     def sample(self, state: Any, rng_key: jax.Array, batch_size: int | None = None) -> Any:
         """Returns a batch, without changing the state."""
         if state.buffer == self.buffer:
-            batch = self.buffer.sample(state.inner, rng_key, batch_size)
-            return TrajectoryBufferSample(batch.data)
+            return TrajectoryBufferSample(self.buffer.sample(state.inner, rng_key, batch_size).data)
         # A state made from arrays has only a ring: sample windows that start every `period` steps.
         unit, ring, count = self.buffer.unit, state.buffer.ring, state.inner.writer.count
         span = jnp.arange(unit.length) if isinstance(unit, jrb.Sequence) else 0
@@ -323,9 +320,12 @@ def _prioritised(maker: Callable[..., TrajectoryBuffer[Any, Any, Any]]) -> Calla
         if not 0 <= exponent <= 1:
             raise ValueError(f"priority_exponent: expected 0 to 1, got {exponent}.")
         one, sampler = maker(*args[:count], **kwargs), jrb.Prioritized(alpha=exponent, eps=0.0)
-        row = one.buffer.ring.envs * _period(one.buffer)  # flashbax keeps whole periods only
-        capacity = one.buffer.capacity // row * row
-        buffer = dataclasses.replace(one.buffer, capacity=capacity, sampler=sampler)
+        buffer, period = dataclasses.replace(one.buffer, sampler=sampler), _period(one.buffer)
+        rows = buffer.ring.rows // period * period  # flashbax keeps complete periods only
+        if rows < getattr(buffer.unit, "length", 1) + period - 1:  # then jrb ignores the stride
+            unit = dataclasses.replace(cast(Any, buffer.unit), stride=1)
+            buffer = dataclasses.replace(buffer, unit=unit)
+        buffer = dataclasses.replace(buffer, capacity=rows * buffer.ring.envs)
         return PrioritisedTrajectoryBuffer(buffer, one.min_rows, one.missing)
 
     make.__doc__ = f"Makes a buffer like that of `{maker.__name__}` which samples by priority."

@@ -1,4 +1,4 @@
-"""flashbax's buffers made of jrb's, beside flashbax's own, and under flashbax's own tests."""
+"""`jrb.compat.flashbax`, compared with flashbax, and under flashbax's own tests."""
 
 import os
 import pathlib
@@ -20,19 +20,19 @@ ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = {"x": jnp.zeros(2), "done": jnp.zeros((), bool)}
 
 KNOWN = {
-    # draws from a buffer that has no pair yet, where flashbax returns memory that nobody wrote
+    # samples a buffer without any pair, for which flashbax returns uninitialized memory
     "prioritised_flat_buffer_test.py::test_adjust_priorities",
     # call a private function
     "prioritised_trajectory_buffer_test.py::test_human_case_1",
     "prioritised_trajectory_buffer_test.py::test_human_case_2",
     "prioritised_trajectory_buffer_test.py::test_human_case_3",
 }
-"""Tests of flashbax that fail, and why."""
+"""Tests of flashbax that may fail, with the reasons."""
 
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """flashbax adds integers to floats."""
+    """Allows dtype promotion: flashbax adds integers to floats."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -126,6 +126,25 @@ def test_priorities_go_where_flashbax_puts_them(name):
     np.testing.assert_allclose(again.probabilities, masses / leaves[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [5, 8, 10])  # 8 are rounded down to 5, too few for the period
+def test_priorities_reach_the_windows_that_were_sampled(rows):
+    buffer = fbx.make_prioritised_trajectory_buffer(ENVS, 64, 2, 5, 2, max_length_time_axis=rows)
+    state = buffer.init({"t": jnp.int32(0)})
+    add, sample = jax.jit(buffer.add), jax.jit(buffer.sample)
+    for number in range(14):
+        state = add(state, {"t": number + 100 * jnp.arange(ENVS, dtype=jnp.int32)[:, None]})
+        if not buffer.can_sample(state):
+            continue
+        batch = sample(state, jax.random.key(number))
+        for index in np.unique(batch.indices):
+            chosen = batch.experience["t"][np.asarray(batch.indices) == index]
+            assert (chosen == chosen[0]).all()
+            ones = jnp.asarray(batch.indices == index, jnp.float32)
+            again = sample(buffer.set_priorities(state, batch.indices, ones), jax.random.key(0))
+            assert (again.indices == index).all()
+            assert (again.experience["t"] == chosen[0]).all()
+
+
 def test_samples_are_windows_of_what_was_added():
     buffer = fbx.make_trajectory_buffer(ENVS, 64, 4, 1, 4, max_length_time_axis=12)
     state = buffer.init({"t": jnp.int32(0)})
@@ -209,7 +228,7 @@ def test_wrong_arguments(make):
     "some", ["not doesnt_sample", pytest.param("doesnt_sample", marks=pytest.mark.long)]
 )
 def test_the_tests_of_flashbax(some):
-    """Its own files, in a process of their own, with this module in the place of flashbax."""
+    """Runs flashbax's test files in a subprocess, with `jrb.compat.flashbax` in its place."""
     folder = pathlib.Path(flashbax.__file__).parent
     files = sorted(
         str(path) for path in folder.glob("buffers/*_test.py") if "sum_tree" not in path.name
@@ -257,7 +276,7 @@ def test_installed_modules_have_the_names_that_programs_import():
 
 
 def agents_of(make, axes, count):
-    """A buffer and the states of so many agents, each with steps of its own, as clients vmap."""
+    """Returns a buffer and the vmapped states of `count` agents, each with its own steps."""
     buffer = make(fbx)
     states = jax.vmap(lambda _: buffer.init(EXAMPLE))(jnp.arange(count))
     for number in range(14):
@@ -267,7 +286,7 @@ def agents_of(make, axes, count):
 
 
 def check_agents(buffer, states, batches, after=None):
-    """Each agent's samples are of its own steps, with priorities of its own."""
+    """Asserts that each agent samples its own steps and, given `after`, has its own priorities."""
     for agent, steps in enumerate(np.asarray(states.experience["x"])):
         stored = {tuple(step) for step in steps.reshape(-1, 2).tolist()}
         sampled = jax.tree.map(lambda leaf: np.asarray(leaf)[agent], batches.experience)  # noqa: B023
@@ -283,7 +302,7 @@ def check_agents(buffer, states, batches, after=None):
 
 
 def cycle_of(buffer):
-    """One draw of an agent, and new priorities where there are any."""
+    """Returns one draw of an agent, with a priority update if the buffer has priorities."""
 
     def cycle(state, key, priority):
         batch = buffer.sample(state, key)
@@ -320,7 +339,7 @@ def test_states_that_are_mapped(name, how):
 @pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs a JAX with jax.shard_map")
 @pytest.mark.parametrize("replicated", [False, True])
 def test_states_in_shard_map(replicated):
-    """A state for each device, as programs write it; priorities differ from device to device."""
+    """Each device has its own state; the new priorities are replicated or differ."""
     make, axes = MAKERS["prioritised trajectory"]
     buffer, states = agents_of(make, axes, 2)
     spec = jax.sharding.PartitionSpec("device")
@@ -348,7 +367,7 @@ def test_a_mixer_of_mapped_states():
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("name", ["trajectory", "flat", "item"])
 def test_a_state_of_arrays_is_sampled_inside_jit(name, full):
-    """As programs read a Vault: the state of one buffer, the windows of another one."""
+    """A buffer samples its windows from the arrays of another buffer, as read from a Vault."""
     first = fbx.make_trajectory_buffer(ENVS, 1, 1, 1, 1, max_length_time_axis=12)
     state = first.init({"t": jnp.int32(0)})
     for number in range(0, 20 if full else 10, 5):
