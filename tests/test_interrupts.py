@@ -1,4 +1,4 @@
-"""Interrupts of what waits for threads: at every instruction, and by signals at random moments."""
+"""Interrupts of code that waits for threads: at every instruction, and at random moments."""
 
 import ctypes
 import itertools
@@ -25,18 +25,18 @@ ROOT = pathlib.Path(seams.__file__).parents[1]
 OURS = [module.__file__ for module in (api, iterate, seams.threads)]
 THEIRS = [threading.__file__, os.path.join(os.path.dirname(threading.__file__), "queue.py")]
 MEMORY = "/dev/shm"
-AT_MOST = 60  # seconds, where what is waited for never comes
+AT_MOST = 60  # seconds before a wait fails
 
 
 class AtInstruction:
-    """A trace function that lets an interrupt come at the k-th instruction in some files.
+    """A trace function that interrupts the k-th instruction in some files.
 
-    It is raised where Python looks for signals next: after a call, at a jump back, or where a
-    function begins. An exception of the trace function would come at others too, between a lock
-    that was taken and the block that releases it.
+    The exception is raised where Python next checks for signals: after a call, at a backward jump,
+    or at the start of a function. An exception raised by the trace function itself could also come
+    between the acquisition of a lock and the block that releases it.
     """
 
-    # What a property calls is called without a look for signals in this function.
+    # Called through a property, so that `__call__` does not check for signals afterwards.
     _set = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("PyErr_SetInterrupt", ctypes.pythonapi))
     strike = property(_set)
 
@@ -56,10 +56,10 @@ class AtInstruction:
 
 
 def at_each_instruction(work, step=1, paths=(*OURS, *THEIRS)):
-    """Calls some work again and again, interrupted at a later instruction each time.
+    """Calls `work` repeatedly and interrupts it at a later instruction each time.
 
     Yields:
-        Whether it was interrupted.
+        True if the call was interrupted.
     """
     before = sys.gettrace()
     for number in itertools.count(1, step):
@@ -69,7 +69,7 @@ def at_each_instruction(work, step=1, paths=(*OURS, *THEIRS)):
                 sys.settrace(trace)
                 work()
             finally:
-                sys.settrace(before)  # a call, after which the last one comes
+                sys.settrace(before)  # a call, after which a pending interrupt is raised
         except KeyboardInterrupt:
             is_interrupted = True
         yield is_interrupted
@@ -79,7 +79,7 @@ def at_each_instruction(work, step=1, paths=(*OURS, *THEIRS)):
 
 
 def within_time(work):
-    """Calls some work in another thread, which a lock that stayed taken would hold up."""
+    """Calls `work` in another thread; fails if it blocks, as on a lock that was not released."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(AT_MOST)
@@ -88,13 +88,13 @@ def within_time(work):
 
 @pytest.fixture(autouse=True)
 def shown(monkeypatch):
-    """Where an interrupt comes in a callback of `weakref`, Python shows it and goes on."""
+    """Silences interrupts in `weakref` callbacks, which Python prints and ignores."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
 
 
 @pytest.fixture
 def path(tmp_path):
-    """In memory if there is a place: these tests do not ask what is on the disk."""
+    """Returns a path in memory if the system has one: these tests do not need a disk."""
     if not os.access(MEMORY, os.W_OK):
         yield tmp_path / "saved"
         return
@@ -113,7 +113,7 @@ def filled():
 def test_an_interrupt_of_next_loses_no_batch(depth):
     taken, batches = [], None
 
-    def take():  # calls of C: what `next` returns is in the list, or was not returned
+    def take():  # only C calls: every batch that `next` returns is in the list
         taken.extend(map(next, itertools.repeat(batches, 3)))
 
     def check():
@@ -141,7 +141,7 @@ def test_an_interrupt_where_prefetch_begins_or_closes_leaves_no_thread():
 
 
 def ended():
-    """Returns when no thread draws ahead any more."""
+    """Waits until no prefetching thread runs."""
     while any(one.name == "jrb-prefetch" for one in threading.enumerate()):
         time.sleep(0)
 
@@ -185,13 +185,12 @@ def test_an_interrupt_of_a_save_in_the_background_loses_nothing(filled, path):
         begun[0].wait()
 
     count = 0
-    for is_interrupted in at_each_instruction(work, 11):
+    for _ in at_each_instruction(work, 11):
         if begun:
             count += 1
             begun[0].wait()
             assert begun[0].done()
             assert checkpoint.generations(path)[-1] >= count
-            assert is_interrupted or begun[0].done()
         count = jrb.save(path, buffer, state)
         begun.clear()
     assert int(buffer.size(jrb.load(path)[1])) == 3
@@ -249,7 +248,7 @@ def test_a_save_goes_on_whose_wait_was_interrupted(filled, path):
         finally:
             signal.signal(signal.SIGALRM, handler)
             go.set()
-        assert jrb.save(path, buffer, state) == 3  # which waits for the one before
+        assert jrb.save(path, buffer, state) == 3  # waits for the save before it
     assert save.done()
 
 

@@ -1,4 +1,4 @@
-"""What is held as tables, against plain loops over what was added."""
+"""Tables of stored items, compared with plain loops over the added items."""
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,9 @@ def stream(rng, length, envs):
 
 
 def rows_of(items, rows, envs):
-    """What a table should have of the newest rows, by loops: a dict for each transition."""
+    """Returns the expected table of the newest `rows` rows: one dict for each transition."""
     length, found = len(items["step"]), []
-    begun, number, step = {}, {}, {}
+    begun, step = {}, {}
     held = range(max(0, length - rows), length)
     for env in range(envs):
         start = held.start

@@ -1,4 +1,4 @@
-"""Environments that are written one without the other, against a buffer for each of them."""
+"""Environments that are written independently, against one buffer per environment."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ EXAMPLE = {
     "observation": jnp.int32(0),
     "next": {"observation": jnp.int32(0), "reward": jnp.float32(0), "done": False},
 }
-CHANCE = jnp.array([0.9, 0.5, 0.15])  # that an environment steps
+CHANCE = jnp.array([0.9, 0.5, 0.15])  # of a step of each environment
 UNITS = {
     "n-step": jrb.NStep(3, 0.9),
     "strict n-step": jrb.NStep(3, 0.9, strict=True),
@@ -47,7 +47,7 @@ WITHOUT_SET = ("padded windows of a period", "stacked windows", "stacked strict 
 
 
 def program(key):
-    """A program of methods, all of whose arguments are `[STEPS, ...]`."""
+    """Returns a random program: the methods and their arguments, `[STEPS, ...]`."""
     keys = jax.random.split(key, 6)
     shape = (STEPS, T, E)
     number = jnp.arange(STEPS * T * E, dtype=jnp.int32).reshape(shape)
@@ -71,7 +71,7 @@ def program(key):
 
 
 def methods(buffer, given, slots, leave_out):
-    """What a step of a program may do, but for one of them: each is what most is compiled for."""
+    """Returns the methods of a step of a program, without one of them, to save compile time."""
     part = functools.partial(jax.tree.map, lambda leaf: leaf[0])
     flag = {"next": {"done": given["flag"].reshape(slots.shape)}}
     methods = [
@@ -95,7 +95,7 @@ def methods(buffer, given, slots, leave_out):
 
 @component
 class EverySlot(Sampler):
-    """Draws each slot once, in their order."""
+    """Draws each slot once, in order."""
 
     def draw(self, ring, state, anchors, key, batch_size, beta=None):
         ones = jnp.ones(batch_size)
@@ -104,7 +104,7 @@ class EverySlot(Sampler):
 
 
 def seen(buffer, state):
-    """All that can be seen of a state, by slots `[N]`."""
+    """Returns all observable values of a state by slot, `[N]`, and the number of anchors."""
     context = context_of(buffer, state.writer)
     anchors = buffer.unit.anchors(context, state.unit)
     place = jnp.arange(buffer.capacity, dtype=jnp.int32)
@@ -162,8 +162,8 @@ def test_lanes_are_a_buffer_for_each_environment(name):
         np.testing.assert_array_equal(np.asarray(one)[which], other[which], err_msg=str(path))
 
 
-def filled(buffer, lengths, rewards=None, envs=E):
-    """Environment e steps `lengths[e]` times; its items are 100 e, 100 e + 1, ..."""
+def filled(buffer, lengths, envs=E):
+    """Returns a state after `lengths[e]` steps of environment e: items 100 e, 100 e + 1, ..."""
     most = max(lengths)
     number = jnp.arange(most, dtype=jnp.int32)[:, None] + 100 * jnp.arange(envs, dtype=jnp.int32)
     done = jnp.broadcast_to(jnp.arange(most)[:, None] % 4 == 3, number.shape)
@@ -171,25 +171,31 @@ def filled(buffer, lengths, rewards=None, envs=E):
         "observation": number,
         "next": {"observation": number + 1, "reward": number.astype(jnp.float32), "done": done},
     }
-    mask = jnp.arange(most)[:, None] < jnp.array(lengths)
+    mask = jnp.arange(most)[:, None] < jnp.array(lengths) if len(set(lengths)) > 1 else None
     return buffer.extend(buffer.init(EXAMPLE), items, mask)
 
 
 def test_episodes_of_lanes_are_those_of_a_buffer_for_each_environment():
-    unit = jrb.Sequence(2, sample_by="episodes")
+    unit, lengths = jrb.Sequence(2, sample_by="episodes"), [7, 3, 1]
     buffer = jrb.ReplayBuffer(
         N, num_envs=E, unit=unit, writer=jrb.PerEnvironment(), batch_size=2000
     )
-    alone = jrb.ReplayBuffer(R, unit=jrb.Sequence(2))
-    state, lengths = filled(buffer, [7, 3, 1]), [7, 3, 1]
+    state = filled(buffer, lengths)
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
-    assert int(anchors.count) == 3  # rows 2 and 3, and 4 to 6; rows 0 to 2
-    drawn = buffer.sample(state, jax.random.key(3))
-    found = {tuple(window) for window in drawn.data["observation"].tolist()}
-    assert found == {(2, 3), (4, 5), (5, 6), (100, 101), (101, 102)}
-    share = np.mean(drawn.data["observation"][:, 0] == 2)
+    assert int(anchors.count) == 3  # 2 episodes of environment 0, 1 of environment 1
+    drawn = buffer.sample(state, jax.random.key(3)).data["observation"]
+    share = np.mean(drawn[:, 0] == 2)
     assert abs(share - 1 / 3) < 0.05
-    assert alone.capacity == R and lengths[2] < 2
+
+    alone, found = jrb.ReplayBuffer(R, num_envs=1, unit=unit, batch_size=2000), set()
+    for env, length in enumerate(lengths):
+        one = filled(alone, [length], envs=1)
+        assert bool(alone.can_sample(one)) == (length > 1)
+        if length > 1:
+            windows = alone.sample(one, jax.random.key(env)).data["observation"] + 100 * env
+            found |= {tuple(window) for window in windows.tolist()}
+    assert found == {(2, 3), (4, 5), (5, 6), (100, 101), (101, 102)}
+    assert found == {tuple(window) for window in drawn.tolist()}
 
 
 def test_draws_are_uniform_over_all_that_is_held():
@@ -199,7 +205,7 @@ def test_draws_are_uniform_over_all_that_is_held():
     found, counts = np.unique(drawn, return_counts=True)
     assert found.tolist() == [0, 103, 104, 105, 106, 107, 200, 201, 202]
     mean = len(drawn) / len(found)
-    assert ((counts - mean) ** 2 / mean).sum() < 26  # 8 degrees of freedom, one in a thousand
+    assert ((counts - mean) ** 2 / mean).sum() < 26  # 8 degrees of freedom, p = 0.001
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5, 14])
@@ -322,7 +328,7 @@ def test_lanes_are_saved_and_loaded(storage, tmp_path):
 
 
 def test_a_store_that_was_written_on_loses_the_oldest_of_each_lane(tmp_path):
-    example = {"number": jnp.int32(0), "frame": jnp.zeros(2**19)}  # little room beside the ring
+    example = {"number": jnp.int32(0), "frame": jnp.zeros(2**19)}  # few spare rows
     storage = jrb.MemmapStorage(tmp_path / "store", spare_fraction=0.2)
     buffer = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.PerEnvironment(), storage=storage)
     env, state = jnp.arange(E, dtype=jnp.int32), buffer.init(example)
@@ -374,7 +380,7 @@ def test_lanes_are_rebuilt_larger_and_smaller(lengths, rows):
 
 def test_lanes_become_rows_of_all_environments_and_come_from_them():
     lanes = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.PerEnvironment(), unit=jrb.NStep(2, 0.9))
-    state = filled(lanes, [7, 3, 1])  # 5, 3 and 1 of them are held
+    state = filled(lanes, [7, 3, 1])  # holds the last 5, 3 and 1 of them
     together = jrb.ReplayBuffer(N, num_envs=E, unit=jrb.NStep(2, 0.9))
     made = jrb.rebuild(lanes, state, together)
     assert sorted(jrb.items(together, made)["observation"].tolist()) == [
