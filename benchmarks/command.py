@@ -22,23 +22,23 @@ from .workloads.case import Case, Wanted
 
 ROUNDS, QUICK_ROUNDS = 15, 5
 QUICK = ("cycle", "units", "memory")
-"""The groups of a quick run that names none."""
+"""The groups of a quick run if none are named."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for.
+    """The options of the command line.
 
     Attributes:
-        groups: by their names; none for those of `QUICK` if quick, else for all that compare peers.
-        quick: whether a minute or two must do.
-        only: cases whose name contains this.
-        rounds: how often programs take turns; None for `ROUNDS`, or `QUICK_ROUNDS`.
-        peers: the names of those that are compared; None for all.
-        json: one file for all results, beside those of each group.
-        plot: whether pictures are drawn.
-        out: the folder of results.
-        folder: on the disk to be measured, for what is written meanwhile; None for the system's.
+        groups: names of groups; if empty, `QUICK` if quick, and all groups with peers otherwise.
+        quick: if True, use small sizes and few rounds, for a run of a minute or two.
+        only: run only the cases whose name contains this.
+        rounds: number of rounds; None for `ROUNDS`, or `QUICK_ROUNDS` if quick.
+        peers: names of the peers to compare; None for all.
+        json: one file for all results, in addition to the file of each group.
+        plot: if True, draw plots.
+        out: the folder of the results.
+        folder: a folder on the disk to measure, for temporary files; None for the system's default.
     """
 
     groups: Sequence[str] = ()
@@ -53,7 +53,7 @@ class Options:
 
 
 def check(options: Options) -> None:
-    """Raises ValueError where there is no such group, peer, case or folder."""
+    """Raises ValueError if a group, peer, case or folder does not exist."""
     wrong = [name for name in options.groups if name not in names()]
     if wrong:
         raise ValueError(f"expected groups of {', '.join(names())}, got {', '.join(wrong)}.")
@@ -68,12 +68,12 @@ def check(options: Options) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """All groups."""
+    """Returns the names of all groups."""
     return (*workloads.GROUPS, *alone.GROUPS)
 
 
 def show() -> None:
-    """Prints groups and peers."""
+    """Prints the groups and the peers."""
     console = rich.console.Console(highlight=False)
     for name in names():
         module = alone if name in alone.GROUPS else workloads
@@ -84,14 +84,14 @@ def show() -> None:
 
 
 def run(options: Options) -> list[dict[str, Any]]:
-    """Runs what was asked for, prints tables, and writes what was found; the results.
+    """Runs the chosen groups, prints tables, and writes and returns the results.
 
     Raises:
-        ValueError: as `check`.
+        ValueError: as in `check`.
     """
     check(options)
     lacking = running.missing(peers.chosen(options.peers))
-    console = rich.console.Console(file=sys.stdout)  # also while programs are kept from printing
+    console = rich.console.Console(file=sys.stdout)  # prints even while stdout is redirected
     results, out = [], pathlib.Path(options.out)
     with _quietly(), tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         wanted = _wanted(options, scratch)
@@ -116,13 +116,13 @@ def _wanted(options: Options, scratch: str) -> Wanted:
 
 
 def _plans(options: Options, wanted: Wanted) -> list[tuple[str, list[Case]]]:
-    """The groups, and their cases."""
+    """Returns the chosen groups and their cases."""
     chosen = options.groups or (QUICK if options.quick else workloads.GROUPS)
     return [_plan(name, wanted, options.only) for name in chosen]
 
 
 def _plan(name: str, wanted: Wanted, only: str) -> tuple[str, list[Case]]:
-    """The cases of a group that are wanted; one that stands alone is a single case."""
+    """Returns a group and its chosen cases; a group without peers is a single case."""
     if name in alone.GROUPS:
         what = Case(name, {}, {name: lambda: None}) if only in name else None
         return name, [what] if what else []
@@ -131,7 +131,7 @@ def _plan(name: str, wanted: Wanted, only: str) -> tuple[str, list[Case]]:
 
 
 def _group(name: str, cases: list[Case], wanted: Wanted, console: Any) -> dict[str, Any]:
-    """What came out of a group, behind a progress bar."""
+    """Runs a group behind a progress bar, and returns its results."""
     if name in alone.GROUPS:
         console.print(f"{name}: {alone.about(name)}")
         return alone.run(name, wanted)
@@ -150,7 +150,7 @@ def _group(name: str, cases: list[Case], wanted: Wanted, console: Any) -> dict[s
 
 
 def _told(result: dict[str, Any], out: pathlib.Path, plot: bool, console: Any) -> None:
-    """Prints what came out of a group, and writes it."""
+    """Prints and writes the results of a group."""
     files.write(out, result)
     if result["group"] in alone.GROUPS:
         console.print(rich.markdown.Markdown(own.section(result)))
@@ -162,12 +162,12 @@ def _told(result: dict[str, Any], out: pathlib.Path, plot: bool, console: Any) -
 
 
 def _plots() -> Any:
-    return importlib.import_module(f"{__package__}.report.plots")  # which needs matplotlib
+    return importlib.import_module(f"{__package__}.report.plots")  # needs matplotlib
 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what other libraries say while they work."""
+    """Suppresses the warnings and log messages of other libraries."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)

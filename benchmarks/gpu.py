@@ -1,4 +1,4 @@
-"""Compiles programs for a GPU, even without one, and counts the kernels that it would launch."""
+"""Compiles programs for a GPU, even without one, and counts the kernels that they would launch."""
 
 import contextlib
 import re
@@ -34,16 +34,16 @@ dnn_version_info { major: 9 minor: 8 }
 runtime_version { major: 12 minor: 9 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-"""What XLA's compiler asks of a GPU: the public figures of an NVIDIA H100."""
+"""The description of a GPU that XLA's compiler needs: public figures of an NVIDIA H100."""
 
 _NO_KERNEL = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
 
 
 def device() -> jax.Device:
-    """A GPU to compile for: one of this machine, or an H100 that is not there.
+    """Returns a GPU to compile for: one of this machine, or else a described H100.
 
     Raises:
-        RuntimeError: there is none, and JAX's compiler for CUDA is not there either.
+        RuntimeError: there is no GPU, and JAX's compiler for CUDA is not installed.
     """
     here = jax.devices()[0]
     if here.platform == "gpu":
@@ -64,7 +64,7 @@ def device() -> jax.Device:
 
 @contextlib.contextmanager
 def assumed() -> Iterator[None]:
-    """Where libraries that ask what JAX runs on, and what there is, are told of a GPU."""
+    """Makes `jax.default_backend` return "gpu", and `jax.devices` accept any backend."""
     here = jax.devices()
     told = {"default_backend": lambda: "gpu", "devices": lambda backend=None: here}
     with mock.patch.multiple(jax, **told):
@@ -72,7 +72,7 @@ def assumed() -> Iterator[None]:
 
 
 def compiled(function: Any, *args: Any, donate: tuple[int, ...] = ()) -> Any:
-    """A function compiled for that GPU; of the arguments only shapes are looked at."""
+    """Returns a function compiled for that GPU; only the shapes and dtypes of `args` are used."""
     mesh = jax.sharding.Mesh([device()], ("one",))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shapes = jax.tree.map(
@@ -82,11 +82,12 @@ def compiled(function: Any, *args: Any, donate: tuple[int, ...] = ()) -> Any:
 
 
 def launches(text: str) -> tuple[int, int]:
-    """What a compiled program, as text, launches; and the loops and branches that it waits for.
+    """Counts the kernels that a compiled program launches, and its loops and branches that wait.
 
     Returns:
-        The kernels and copies, those of a loop once for each of its turns; and how many loops there
-        are whose turns, and branches whose choice, the host has to read from the device first.
+        The number of kernels and copies, where those of a loop count once per iteration; and the
+        number of loops and branches for which the host first reads the trip count or the choice
+        from the device.
     """
     bodies: dict[str, list[str]] = {}
     entry = name = ""
@@ -101,7 +102,7 @@ def launches(text: str) -> tuple[int, int]:
 
 
 def _within(bodies: dict[str, list[str]], name: str) -> tuple[int, int]:
-    """The same of one computation, and of those that it calls."""
+    """Counts as `launches` in one computation and in those that it calls."""
     count = waits = 0
     for line in bodies[name]:
         found = re.match(r".* = (?:\(.*?\)|\S+) ([\w\-]+)\(", line)

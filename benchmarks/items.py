@@ -1,6 +1,6 @@
-"""The items of all workloads: NumPy arrays, each row of which encodes its own number.
+"""The items of all workloads: NumPy arrays in which each row encodes its own number.
 
-A check of a batch can decode the numbers of its rows, and compare them: `numbers` and `rows`.
+A test can decode the numbers of a batch with `numbers`, and compare the batch with `rows`.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from jrb.layouts import names
 Items = dict[str, Any]
 FRAME = (84, 84)
 EPISODE = 300
-"""Rows of an episode."""
+"""Number of rows of an episode."""
 _PARTS = {"joints": 6, "speeds": 6, "forces": 4, "touch": 2, "gyro": 3, "goal": 3, "body": 7}
-_LARGEST = 2**24  # float32 counts up to it
+_LARGEST = 2**24  # float32 represents every integer up to it
 
 
 def rows(kind: str, numbers: np.ndarray, envs: int = 1) -> Items:
-    """The rows with these numbers, of any shape, of which the leaves get the leading axes.
+    """Returns the rows with these numbers; the shape of `numbers` leads that of each leaf.
 
     Args:
         kind: one of `KINDS`.
@@ -30,27 +30,27 @@ def rows(kind: str, numbers: np.ndarray, envs: int = 1) -> Items:
 
 
 def example(kind: str) -> Items:
-    """One row, without leading axes."""
+    """Returns one row, without leading axes."""
     return rows(kind, np.array(0))
 
 
 def width(kind: str) -> int:
-    """The bytes of a row."""
+    """Returns the bytes of a row."""
     return sum(leaf.nbytes for leaf in leaves(example(kind)).values())
 
 
 def leaves(items: Items) -> dict[str, Any]:
-    """The leaves by their paths, such as `obs/joints`."""
+    """Returns the leaves by their paths, such as `obs/joints`."""
     return names.flatten(items, "benchmarks")
 
 
 def nested(flat: dict[str, Any]) -> Items:
-    """What `leaves` took apart."""
+    """Returns the nested items of leaves by path: the inverse of `leaves`."""
     return names.nest(flat)
 
 
 def numbers(kind: str, items: Items) -> np.ndarray:
-    """The numbers of rows, modulo 2^24, out of what is seen."""
+    """Decodes the numbers of rows, modulo 2^24, from their observations."""
     if kind == "number":
         return np.asarray(items["value"]).astype(np.int64)
     seen = np.asarray(items["obs"]["joints"] if kind == "nested" else items["obs"])
@@ -61,7 +61,7 @@ def numbers(kind: str, items: Items) -> np.ndarray:
 
 
 def _wide(numbers: np.ndarray, count: int, salt: int = 0) -> np.ndarray:
-    """So many floats a row, of which the first is the number."""
+    """Returns `count` floats per row, of which the first is the number modulo 2^24."""
     found = (numbers[..., None] % 1021 * 31 + np.arange(count) * 7 + salt) % 1021
     found[..., 0] = numbers % _LARGEST
     return found.astype(np.float32)
@@ -72,7 +72,7 @@ def _reward(numbers: np.ndarray) -> np.ndarray:
 
 
 def _ends(numbers: np.ndarray, envs: int) -> np.ndarray:
-    """Which rows end an episode; each environment has ends of its own."""
+    """Returns a mask of the rows that end an episode; environments end at different times."""
     return (numbers // envs + numbers % envs * 7) % EPISODE == EPISODE - 1
 
 
@@ -130,7 +130,7 @@ KINDS: dict[str, Callable[[np.ndarray, int], Items]] = {
     "cartpole": _cartpole,
     "number": _number,
 }
-"""What items are like: "vector", 5 leaves, float32; "episodic", the same with flags of bool;
+"""Kinds of items: "vector", 5 leaves, float32; "episodic", the same with boolean done flags;
 "nested", 19 leaves; "frames", 84 x 84 uint8; "cartpole"; "number", one float32."""
 
 WORDS = {
@@ -141,4 +141,4 @@ WORDS = {
     "cartpole": "CartPole",
     "number": "one float32",
 }
-"""The same for people."""
+"""The kinds as they appear in tables."""

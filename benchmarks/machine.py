@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 _COPIED = 256 << 20
-_TIMES_MORE = 8  # where a copy of so little would be over before it is begun
+_TIMES_MORE = 8  # on accelerators, where a copy of `_COPIED` bytes is too short to time
 OTHERS = ("jrb", "jax", "jaxlib", "numpy")
 
 
 def about(packages: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The machine, the backend, and the versions of these packages, where they are installed."""
+    """Returns the machine, the backend, and the versions of jrb, JAX, NumPy and `packages`."""
     device = jax.devices()[0]
     found = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
@@ -37,7 +37,7 @@ def about(packages: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str | None]:
-    """Of these packages; None for those that are not installed."""
+    """Returns the versions of packages; None for those that are not installed."""
     return {name: _version(name) for name in packages}
 
 
@@ -66,7 +66,7 @@ def _memory() -> int | None:
 
 @functools.cache
 def copy_speed(size: int = _COPIED, rounds: int = 5) -> float:
-    """What the default device copies in its own memory, bytes read, in GB/s: the best of some."""
+    """Returns the speed of copies in the default device's memory, in GB/s read: the best round."""
     source = jnp.zeros(size // 4, jnp.uint32) + jnp.uint32(1)
     copy = jax.jit(jnp.copy)
     jax.block_until_ready(copy(source))

@@ -1,4 +1,4 @@
-"""Runs the cases of a group: makes the programs, times them in turn, and returns the results."""
+"""Runs the cases of a group: builds the programs, times them in turn, and returns the results."""
 
 import contextlib
 import gc
@@ -17,14 +17,14 @@ Tick = Callable[[str], Any]
 
 
 def group(name: str, about: str, cases: Sequence[Case], wanted: Wanted, tick: Tick) -> Row:
-    """All cases of a group: a JSON object.
+    """Runs all cases of a group and returns the results as a JSON object.
 
     Args:
-        name: of the group.
-        about: what it is, in a line.
-        cases: what is compared.
-        wanted: what was asked for.
-        tick: called with the name of a case, `turns` times in all.
+        name: the name of the group.
+        about: its description in one line.
+        cases: its cases.
+        wanted: the options of the command line.
+        tick: called with the name of a case, `turns` times in total.
     """
     rows: list[Row] = []
     for case in cases:
@@ -43,13 +43,13 @@ def group(name: str, about: str, cases: Sequence[Case], wanted: Wanted, tick: Ti
 
 
 def turns(cases: Sequence[Case], rounds: int) -> int:
-    """How often `tick` is called."""
+    """Returns how often `tick` is called."""
     return sum((1 + case.rounds(rounds)) * len(case.programs) for case in cases)
 
 
 def _rows(case: Case, wanted: Wanted, tick: Tick) -> list[Row]:
-    """A row for each program; one that fails says why, and the others go on."""
-    silent = io.StringIO()  # what other libraries print while they work
+    """Returns a row per program; the row of a program that fails holds the error."""
+    silent = io.StringIO()  # discards what other libraries print
     with case.within(), contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
         programs, failed = _made(case, tick)
         timing.in_turn(programs.values(), case.rounds(wanted.rounds), lambda: tick(case.name))
@@ -63,7 +63,7 @@ def _rows(case: Case, wanted: Wanted, tick: Tick) -> list[Row]:
 
 
 def _made(case: Case, tick: Tick) -> tuple[dict[str, timing.Program], dict[str, str]]:
-    """The programs, each called once, which is not counted; and why others are not there."""
+    """Returns the programs, each warmed up by one call, and the errors of those that failed."""
     programs: dict[str, timing.Program] = {}
     failed: dict[str, str] = {}
     for name, make in case.programs.items():
@@ -71,14 +71,14 @@ def _made(case: Case, tick: Tick) -> tuple[dict[str, timing.Program], dict[str, 
             program = make()
             program.warm()
             programs[name] = program
-        except Exception as error:  # a peer's, or a lack of memory: the report names it
+        except Exception as error:  # of a peer, or out of memory: goes into the report
             failed[name] = f"{type(error).__name__}: {error}".split("\n")[0][:300]
         tick(case.name)
     return programs, failed
 
 
 def _told(case: Case, programs: dict[str, timing.Program], name: str) -> Row:
-    """What is known of one program."""
+    """Returns the results of one program."""
     program, base = programs[name], programs.get(case.base)
     facts = {key: value for key, value in program.facts.items() if key != "value"}
     if case.unit != "s":
@@ -90,5 +90,5 @@ def _told(case: Case, programs: dict[str, timing.Program], name: str) -> Row:
 
 
 def missing(peers: Sequence[Peer]) -> dict[str, list[str]]:
-    """By the names of peers that are not installed, what they lack."""
+    """Returns the missing packages of each peer that is not installed, by the peer's name."""
     return {peer.name: peer.missing() for peer in peers if peer.missing()}

@@ -10,7 +10,7 @@ from . import items
 from .items import Items
 
 LENGTH, STACK, STEPS, DISCOUNT = 64, 4, 3, 0.99
-"""Rows of a window, frames of a stack, rows of an n-step return and its discount."""
+"""Rows of a window, frames of a stack, rows of an n-step return, and its discount."""
 WINDOWS = ("slices", "episodes", "padded")
 _PIECE = 32 << 20
 
@@ -20,13 +20,13 @@ class Setup:
     """A buffer of N items from E environments, and batches of B.
 
     Attributes:
-        items: their kind, of `items.KINDS`.
+        items: the kind of the items, from `items.KINDS`.
         n: N, rounded down to a multiple of E.
-        envs: E, rows that are added at a time.
+        envs: E, the number of items added at a time.
         batch: B.
         sampler: "uniform", "prioritized", or "without replacement".
-        unit: what is drawn: "transition", "n-step", "stack", or one of `WINDOWS`.
-        once: whether observations are to be stored once, where a peer can.
+        unit: "transition", "n-step", "stack", or one of `WINDOWS`.
+        once: if True, store each observation once; only peers that can do so take part.
     """
 
     items: str = "vector"
@@ -39,34 +39,34 @@ class Setup:
 
     @property
     def prioritized(self) -> bool:
-        """Whether priorities are updated."""
+        """True if priorities are updated."""
         return self.sampler == "prioritized"
 
     @property
     def capacity(self) -> int:
-        """N, divisible by E."""
+        """N, rounded down to a multiple of E."""
         return self.n // self.envs * self.envs
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a table says of it."""
+        """Returns the facts that a table shows of the setup."""
         words = items.WORDS[self.items]
         return {"items": words, "N": self.n, "E": self.envs, "B": self.batch}
 
     def rows(self, first: int, count: int) -> Items:
-        """`count` rows of time from row `first` on, leaves `[count, E, ...]`."""
+        """Returns `count` rows from row `first` on, leaves `[count, E, ...]`."""
         numbers = np.arange(first * self.envs, (first + count) * self.envs)
         return items.rows(self.items, numbers.reshape(count, self.envs), self.envs)
 
     def pieces(self) -> Iterator[Items]:
-        """All that fills the buffer, leaves `[T, E, ...]`, some megabytes at a time."""
+        """Yields the items that fill the buffer, leaves `[T, E, ...]`, up to 32 MB at a time."""
         total = self.capacity // self.envs
         most = max(1, _PIECE // (items.width(self.items) * self.envs))
         for first in range(0, total, most):
             yield self.rows(first, min(most, total - first))
 
     def fresh(self, count: int) -> list[Items]:
-        """Rows to add when it is full, `count` times leaves `[E, ...]`."""
+        """Returns `count` rows to add to the full buffer, each with leaves `[E, ...]`."""
         found = self.rows(self.capacity // self.envs, count)
         return [
             _mapped(lambda leaf, at=at: np.ascontiguousarray(leaf[at]), found)

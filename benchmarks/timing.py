@@ -14,14 +14,14 @@ def _nothing() -> None:
 
 @dataclasses.dataclass
 class Program:
-    """Something that is called again and again.
+    """A timed program.
 
     Attributes:
-        call: does its work `steps` times, and waits for the results.
-        steps: how often.
-        before: done before each call, and not timed.
-        facts: what else is known of it, such as the memory it takes.
-        times: seconds a step, one number a call.
+        call: runs `steps` steps and waits for the results.
+        steps: the number of steps per call.
+        before: called before each call, and not timed.
+        facts: other results, such as the memory that the program needs.
+        times: seconds per step, one number per call.
     """
 
     call: Callable[[], Any]
@@ -31,20 +31,20 @@ class Program:
     times: list[float] = dataclasses.field(default_factory=list)
 
     def run(self) -> None:
-        """Calls it once, and notes the time of a step."""
+        """Calls the program once and records the time per step."""
         self.before()
         start = time.perf_counter()
         self.call()
         self.times.append((time.perf_counter() - start) / self.steps)
 
     def warm(self) -> None:
-        """Calls it once, and forgets how long that took."""
+        """Calls the program once and discards all times."""
         self.run()
         self.times.clear()
 
 
 def in_turn(programs: Iterable[Program], rounds: int, tick: Callable[[], Any] = _nothing) -> None:
-    """Calls the programs one after the other, round after round; all have been warmed up."""
+    """Calls each program once per round; all must have been warmed up."""
     programs = list(programs)
     for _ in range(rounds):
         for program in programs:
@@ -53,5 +53,5 @@ def in_turn(programs: Iterable[Program], rounds: int, tick: Callable[[], Any] = 
 
 
 def ratio(one: Program, other: Program) -> float:
-    """The median, over rounds, of the time of one over the time of the other."""
+    """Returns the median over rounds of the time of `one` divided by the time of `other`."""
     return float(np.median(np.array(one.times) / np.array(other.times)))

@@ -1,4 +1,4 @@
-"""The package without what its `__init__` imports, for scripts that never load JAX."""
+"""The package without its `__init__`, for scripts that must not load JAX."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def install():
-    """Makes that the package which this process knows."""
+    """Registers an empty package `jrb`, whose modules can be imported one by one."""
     package = types.ModuleType("jrb")
     package.__path__ = [os.path.join(ROOT, "jrb")]
     sys.modules["jrb"] = package

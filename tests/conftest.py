@@ -1,8 +1,8 @@
-"""One setting for all tests: eight simulated devices, strict dtypes, warnings as errors.
+"""The settings of all tests: eight simulated devices, strict dtypes, warnings as errors.
 
-Most of the time goes into compiling: what is done to make the loops fast is left out, which changes
-nothing in where XLA copies. What users run is another code generator, though, and that has had
-faults of its own: with JRB_TEST_AS_USERS=1, tests compile as programs of users do.
+Tests spend most of their time compiling, so XLA's optimizations are disabled; this does not change
+where XLA copies. Users run the optimizing code generator, which has had faults of its own: with
+JRB_TEST_AS_USERS=1, tests are compiled as users' programs are.
 """
 
 import collections
@@ -20,7 +20,7 @@ QUICK = [
     "--xla_llvm_disable_expensive_passes=true",
 ]
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) >= (0, 9):
-    QUICK += [  # older ones do not know them all
+    QUICK += [  # older versions lack some of these flags
         "--xla_cpu_use_fusion_emitters=false",
         "--xla_cpu_parallel_codegen_split_count=1",
     ]
@@ -36,7 +36,7 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-gc.set_threshold(200_000, 20, 100)  # what JAX has compiled stays, and is much to look through
+gc.set_threshold(200_000, 20, 100)  # compiled programs are many long-lived objects, slow to scan
 
 hypothesis.settings.register_profile(
     "jrb", deadline=None, max_examples=40, derandomize=True, print_blob=True
@@ -46,15 +46,15 @@ hypothesis.settings.load_profile("jrb")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """One more than there are cores: many tests wait for a disk, or for processes they started."""
-    config.option.dist = "loadgroup"  # what shares a cluster runs in one worker
+    """Starts one worker more than there are cores: many tests wait for a disk or for processes."""
+    config.option.dist = "loadgroup"  # tests that share a cluster run in one worker
     return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items):
-    """Pages are slow; and of a slow test, all sets of parameters but each fourth take long.
+    """Marks Markdown pages as slow, and three of four parameter sets of each slow test as long.
 
-    What the pages show compiles whole programs. Tests of faults, and those that say so, stay whole.
+    Pages compile complete programs. Tests marked `faults` or `whole` keep all parameter sets.
     """
     sets = collections.Counter()
     for item in items:
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def compilations():
-    """A context in which programs that are compiled are counted."""
+    """Returns a context manager; its value is a function that counts compilations since entry."""
     events = []
     listen = lambda name, duration, **_: events.append(name)
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -85,7 +85,7 @@ def compilations():
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_modules_compiled_is_given_back():
-    """Else a process holds 7 GB at the end, and its collections look through all of it."""
+    """Frees what a module compiled if memory runs high; a process would otherwise reach 7 GB."""
     gc.freeze()
     yield
     if resident() > 3.5e9:
@@ -97,7 +97,7 @@ def _what_modules_compiled_is_given_back():
 
 
 def resident():
-    """The bytes of memory that this process has; 0 where that is not known."""
+    """Returns the resident memory of this process in bytes; 0 if unknown."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
@@ -107,7 +107,7 @@ def resident():
 
 @pytest.fixture(scope="session")
 def cluster():
-    """A small cluster of Ray, whose workers find the packages where this process does."""
+    """Starts a small Ray cluster, whose workers can import the packages of this repository."""
     ray = pytest.importorskip("ray")
     root = str(pathlib.Path(__file__).parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])

@@ -1,10 +1,9 @@
-"""Interrupts at random moments: what `Ctrl-C` does to what is saved, drawn ahead, recorded, copied.
+"""Scenarios for `Ctrl-C` at random moments of saving, prefetching, recording and copying.
 
-Run as a script with a folder, the number of interrupts, a seed, and names of scenarios; prints what
-it found as JSON. A timer of the system sends a signal whose handler is that of SIGINT, so that
-`KeyboardInterrupt` comes between any two instructions of Python, ours or others'. What is to be
-done after an interrupt is done where the exception is handled, as users do it: frames are still
-alive then, and what they hold.
+Run as a script with a folder, the number of interrupts, a seed, and names of scenarios; prints the
+results as JSON. A system timer sends a signal whose handler raises `KeyboardInterrupt`, which can
+come between any two Python instructions, in jrb or in other libraries. A scenario recovers inside
+the exception handler, as users do: the interrupted frames and their objects are still alive there.
 """
 
 import faulthandler
@@ -27,16 +26,16 @@ import jrb
 from jrb import checkpoint, datasets
 from tests import seams
 
-PATIENCE = 60  # seconds, where what is waited for never comes
+PATIENCE = 60  # seconds before a wait counts as a hang
 
 
 class Attack:
-    """Calls functions, each of which a signal interrupts once, at a random moment or not at all.
+    """Calls functions and interrupts each call at most once, at a random moment.
 
     Attributes:
-        count: of the interrupts that came.
-        most: how many are wanted.
-        errors: what went wrong.
+        count: the number of interrupts so far.
+        most: the number of interrupts to make.
+        errors: descriptions of failed checks.
     """
 
     def __init__(self, seed, most):
@@ -54,21 +53,21 @@ class Attack:
         return self.count < self.most and not self.errors
 
     def __call__(self, name, work, after=None):
-        """Calls `work`; and `after` if that was interrupted, and may have been done or not."""
+        """Calls `work`, and `after` if `work` was interrupted, whether or not it had finished."""
         begun, longest = time.perf_counter(), self._longest.get(name)
         try:
-            if longest is not None:  # else it is measured
+            if longest is not None:  # the first call only measures the duration
                 self._is_armed = True
                 signal.setitimer(signal.ITIMER_REAL, self.rng.uniform(1e-6, longest))
             work()
             self._is_armed = False
             taken = 1.2 * (time.perf_counter() - begun)
             self._longest[name] = taken if longest is None else 0.8 * longest + 0.2 * taken
-        except BaseException:  # JAX and NumPy make other errors of some interrupts
+        except BaseException:  # JAX and NumPy turn some interrupts into other errors
             if self._is_armed:
                 raise
             self.count += 1
-            self._longest[name] = 1.02 * (longest or 0.0)  # or a slow machine finishes nothing
+            self._longest[name] = 1.02 * (longest or 0.0)  # else slow machines never finish
             if after is not None:
                 after()
 
@@ -82,19 +81,19 @@ def buffer_of(**parts):
 
 
 def stored(path):
-    """The number of the newest generation, told by its file; no save is waited for."""
+    """Returns the newest generation number, read from file names; does not wait for saves."""
     names = os.listdir(path) if os.path.isdir(path) else []
     return max((int(name[11:]) for name in names if name[11:].isdecimal()), default=0)
 
 
 def content(path):
-    """The number of the save, and what its ring holds."""
+    """Returns the `k` of the newest save and the sorted values in its ring."""
     _, state, extra = jrb.load(path, extra={"k": 0})
     return extra["k"], sorted(np.asarray(state.storage["x"]).tolist())
 
 
 class Saving:
-    """Saves of states that go on, one row each; after each interrupt the same is saved again."""
+    """A buffer that gains one row between saves; the latest state can be saved again."""
 
     def __init__(self, attack, path):
         self.attack, self.path, self.k = attack, path, 7
@@ -121,7 +120,7 @@ class Saving:
 
 
 def slowly(*_):
-    """A disk on which everything takes its time, so that interrupts come while it is waited for."""
+    """Delays every file operation, so that interrupts come during waits for the disk."""
     time.sleep(3e-4)
 
 
@@ -169,7 +168,7 @@ def save_async(attack, path):
 
 
 def prefetch(attack, path):
-    """Numbers that an iterable gives: all come, in order, each once, whatever is interrupted."""
+    """Prefetches an iterable: every number arrives once and in order despite interrupts."""
     while attack.is_on:
         depth, taken, found = attack.rng.randrange(1, 4), [], []
         make = lambda: found.append(jrb.prefetch(itertools.count(), depth=depth))  # noqa: B023
@@ -178,7 +177,7 @@ def prefetch(attack, path):
             continue
         (batches,) = found
         for _ in range(20):
-            # calls of C: what `next` returns is in the list, or was not returned
+            # only C calls: every batch that `next` returns is in the list
             take = functools.partial(taken.extend, map(next, itertools.repeat(batches, 5)))
             attack("next", take)
         taken.append(next(batches))
@@ -192,7 +191,7 @@ def prefetch(attack, path):
 
 
 def prefetch_draws(attack, path):
-    """Batches of a buffer whose state goes on in place, in a loop that is left and entered anew."""
+    """Prefetches batches of a buffer in a loop that is restarted after each interrupt."""
     buffer = buffer_of(sampler=jrb.Prioritized())
     methods = jrb.jitted(buffer)
     held = [methods.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})]
@@ -207,19 +206,19 @@ def prefetch_draws(attack, path):
 
 
 def item(number):
-    """A step of an episode of ten."""
+    """Returns step `number` of episodes of ten steps."""
     after = {"reward": np.float32(number), "terminated": np.bool_(number % 10 == 9)}
     return {"observation": np.float32(number), "next": after | {"truncated": np.bool_(False)}}
 
 
 def record(attack, path):
-    """Items of a recorder, some through `jit`: each that was taken is there once, in order."""
+    """Records items, some inside `jit`: each accepted item is stored once and in order."""
     first = 0
     while attack.is_on:
         recorder = jrb.datasets.Recorder(path, item(0), chunk=5)
         taken = lambda: recorder.held + recorder.sealed  # noqa: B023
         jitted = jax.jit(recorder.record)
-        jitted(item(first))  # an interrupt of its tracing leaves a cache of JAX in pieces
+        jitted(item(first))  # traced here: an interrupt of tracing corrupts a cache of JAX
         works = {
             "add": lambda: recorder.add(item(first + taken())),  # noqa: B023
             "record": lambda: jax.block_until_ready(jitted(item(first + taken()))),  # noqa: B023
@@ -233,7 +232,7 @@ def record(attack, path):
             attack.check(before <= taken() <= before + 1, name, before, taken())
         attack("close", recorder.close, recorder.close)
         closing = threading.Thread(target=recorder.close, daemon=True)
-        closing.start()  # in another thread, which a lock that stayed taken would hold up
+        closing.start()  # in another thread: a lock that was not released would block it
         closing.join(PATIENCE)
         attack.check(not closing.is_alive(), "a lock stayed taken")
         rewards = [float(r) for one in datasets.open(path) for r in one["next"]["reward"]]
@@ -244,7 +243,7 @@ def record(attack, path):
 
 
 def copy(attack, path):
-    """A dataset into a store, and through a function: whole at its path, or to be gone on with."""
+    """Copies a dataset into a store or through a function: complete at its path, or resumable."""
     with datasets.Recorder(os.path.join(path, "source"), item(0), chunk=50) as recorder:
         for number in range(200):
             recorder.add(item(number))
@@ -279,16 +278,16 @@ def doubled(episode):
 
 
 def threads():
-    """The names of threads of Python that run beside this one, or their numbers."""
+    """Returns the names, or else the identifiers, of all other running Python threads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     here = threading.get_ident()
     return [names.get(number, number) for number in sys._current_frames() if number != here]
 
 
 def main():
-    """Runs some scenarios, one after the other."""
+    """Runs the scenarios one after the other and prints their results."""
     path, most, seed, *names = sys.argv[1:]
-    faulthandler.dump_traceback_later(PATIENCE + int(most), exit=True)  # where it hangs
+    faulthandler.dump_traceback_later(PATIENCE + int(most), exit=True)  # shows where it hangs
     found = {}
     for name in names:
         attack = Attack(int(seed), int(most))

@@ -1,4 +1,4 @@
-"""One of several processes whose shards are saved in folders of their own, and what it draws.
+"""One of several processes that draw from their shards and save them in separate folders.
 
 python -m tests.process_of_shards FOLDER NUMBER COUNT COORDINATOR
 """
@@ -11,7 +11,7 @@ E, S, B, DEVICES = 8, 4, 16, 2
 
 
 def main(folder, number, count, coordinator):
-    """Writes what this process has seen to `seen-NUMBER.npz` in the folder."""
+    """Runs `story` and writes its results in this process to `seen-NUMBER.npz` in the folder."""
     devices = f"--xla_force_host_platform_device_count={DEVICES // count}"
     os.environ |= {"XLA_FLAGS": devices, "JAX_PLATFORMS": "cpu"}
     import jax
@@ -23,7 +23,7 @@ def main(folder, number, count, coordinator):
 
 
 def story(path):
-    """Rows, draws and priorities; a save; the same again from what was loaded, which is equal."""
+    """Runs steps, saves, and runs more; the loaded state must give the same as the saved one."""
     import jax
     import numpy as np
 
@@ -54,7 +54,7 @@ def rows(rng):
 
 
 def steps(sharded, state, rng, mesh, numbers):
-    """What this process sees of some draws, `[B / processes, ...]`."""
+    """Runs steps; returns the state and this process's draws, `[B / processes, ...]`."""
     import jax
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec

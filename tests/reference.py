@@ -1,8 +1,8 @@
-"""The buffer in plain Python: a list of rows, oldest first."""
+"""Models of buffers in plain Python: lists of rows, oldest first."""
 
 
 class Ring:
-    """What a full ring of R rows of E items holds, item by item."""
+    """A model of a ring of R rows of E items."""
 
     def __init__(self, rows, envs):
         self.rows, self.envs = rows, envs
@@ -30,16 +30,16 @@ class Ring:
 
 
 class Episodes:
-    """What R rows of E environments hold, as lists of transitions that know their episode."""
+    """A model of R rows of E environments: lists of transitions with their episode numbers."""
 
     def __init__(self, rows, envs):
         self.rows, self.envs = rows, envs
         self.time, self.cursor, self.number = 0, 0, [0] * envs
-        self.fresh = [True] * envs  # whether the next row of each environment begins an episode
-        self.held = [[] for _ in range(envs)]  # for each environment, its rows from old to new
+        self.fresh = [True] * envs  # True if an environment's next row begins an episode
+        self.held = [[] for _ in range(envs)]  # the rows of each environment, oldest first
 
     def add(self, row, mask=True):
-        """One row: E transitions, each a dict with `done`."""
+        """Adds a row: E transitions, each a dict with flags such as `done`."""
         if not mask:
             return
         for env, item in enumerate(row):
@@ -63,7 +63,7 @@ class Episodes:
         self.fresh = [True] * self.envs
 
     def truncate(self, which):
-        """The environments begin anew: their newest transitions are the last of their episodes."""
+        """Ends the episodes of the selected environments at their newest transitions."""
         for env in range(self.envs):
             if which[env] and self.held[env] and not self.held[env][-1]["ends"]:
                 self.held[env][-1]["ends"] = True
@@ -74,26 +74,26 @@ class Episodes:
         return [entry for rows in self.held for entry in rows]
 
     def at(self, env, time):
-        """The transition of this environment at this time, or None."""
+        """Returns the transition of an environment at a time, or None."""
         return next((entry for entry in self.held[env] if entry["time"] == time), None)
 
     def of_episode(self, entry):
-        """All that is held of an episode, from old to new."""
+        """Returns the stored transitions of an entry's episode, oldest first."""
         rows = self.held[entry["env"]]
         return [other for other in rows if other["episode"] == entry["episode"]]
 
     def ahead(self, entry, most):
-        """The transition and those after it in its episode."""
+        """Returns the transition and its successors in its episode, at most `most` in all."""
         rows = [other for other in self.of_episode(entry) if other["time"] >= entry["time"]]
         return rows[:most]
 
     def behind(self, entry, most):
-        """Those before the transition in its episode, from old to new."""
+        """Returns up to `most` predecessors of the transition in its episode, oldest first."""
         rows = [other for other in self.of_episode(entry) if other["time"] < entry["time"]]
         return rows[max(0, len(rows) - most) :]
 
     def stack(self, entry, k, begins):
-        """The frames of a stack, oldest first; None if the ring has cut it.
+        """Returns the frames of a stack, oldest first; None if one of them was overwritten.
 
         `begins` maps (env, episode) to the time of the episode's first transition.
         """
@@ -104,11 +104,11 @@ class Episodes:
 
 
 class OnceModel:
-    """Rows that leave when they are overwritten, or when their last observations find no room."""
+    """A model of shared next observations: rows leave when `room` for separate ones runs out."""
 
     def __init__(self, rows, envs, room):
         self.rows, self.envs, self.room = rows, envs, room
-        self.held, self.apart = [], []  # rows; how many of each row's next observations lie apart
+        self.held, self.apart = [], []  # rows; the number of each row's separate observations
 
     def add(self, row, mask=True):
         if not mask:

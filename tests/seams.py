@@ -1,7 +1,7 @@
-"""The seams at which tests reach below the public names: the disk's operations, and thresholds.
+"""Access to internals for tests: hooks on file operations, and thresholds.
 
-A hook is called before every operation that changes a file, with its name, the path, and its other
-arguments. It may count, copy what there is, raise an `OSError`, or end the process.
+A hook is called before every operation that changes a file, with the operation's name, the path and
+the other arguments. It may count, copy files, raise an `OSError`, or end the process.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from jrb.checkpoint import hdf5
 
 
 def set_hook(hook):
-    """Sets the hook, for good; None for none."""
+    """Sets the hook until it is set again; None removes it."""
     files.hook = hook
 
 
@@ -31,7 +31,7 @@ def hooked(hook):
 
 @contextlib.contextmanager
 def copied_at_each_operation(path, into):
-    """Gives a list, which gains a copy of a folder before every operation that finds it changed."""
+    """Yields a list; before each operation, a copy of the folder is appended if it changed."""
     copies, before = [], None
 
     def copy(*event):
@@ -48,7 +48,7 @@ def copied_at_each_operation(path, into):
 
 
 def bytes_written(work):
-    """Returns how many bytes some work writes."""
+    """Returns the number of bytes that `work` writes with `pwrite`."""
     sizes = []
 
     def measure(operation, path, *rest):
@@ -61,17 +61,17 @@ def bytes_written(work):
 
 
 def use_one_thread(monkeypatch):
-    """Makes files be written one after the other, so that a copy of them is of one moment."""
+    """Makes one thread write all files, so that a copy shows them at a single moment."""
     monkeypatch.setattr(threads, "WORKERS", 1)
 
 
 def write_small_states_in_place(monkeypatch):
-    """Makes compiled methods donate small states too, which are copied else."""
+    """Makes compiled methods write small states in place too; by default they are copied."""
     monkeypatch.setattr(eager, "_MANY_ELEMENTS", 0)
 
 
 def read_in_pieces(monkeypatch, size, on_device=False):
-    """Makes arrays be read in pieces of so many bytes, as if they were on another device."""
+    """Makes transfers use pieces of `size` bytes; `on_device` treats the CPU as an accelerator."""
     monkeypatch.setattr(memory, "PIECE", size)
     if on_device:
         monkeypatch.setattr(memory, "_goes_to_cpu", lambda device: False)
@@ -79,14 +79,14 @@ def read_in_pieces(monkeypatch, size, on_device=False):
 
 
 def verify_in_pieces(monkeypatch, size):
-    """Makes checksums be computed of so many bytes at a time."""
+    """Makes verification read `size` bytes at a time."""
     monkeypatch.setattr(table, "_PIECE", size)
     monkeypatch.setattr(hdf5, "_PIECE", size)
 
 
 @contextlib.contextmanager
 def devices_counted_anew():
-    """Lets the methods count JAX's devices again, at the begin and the end of a block."""
+    """Clears the cached number of devices at the start and the end of a block."""
     validate._has_one_device.cache_clear()
     try:
         yield
@@ -95,5 +95,5 @@ def devices_counted_anew():
 
 
 def keep_on_device(monkeypatch):
-    """Makes arrays of JAX count as those of a device that the host cannot read."""
+    """Treats JAX arrays as arrays on a device that the host cannot read directly."""
     monkeypatch.setattr(memory, "on_host", lambda leaf: isinstance(leaf, np.ndarray))

@@ -1,4 +1,4 @@
-"""Items with a reward for each agent: one return, rank and line for each."""
+"""Items with one reward per agent: returns, ranks and plots."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The methods, against a plain Python model and one by one."""
+"""The methods of a buffer, compared with a plain Python model and one by one."""
 
 import collections
 import functools
@@ -18,14 +18,14 @@ KEY = jax.random.key(0)
 
 
 def number(values):
-    """Items that carry a number of their own in two dtypes."""
+    """Returns items that hold their number in two dtypes."""
     values = np.asarray(values, np.int32)
     return {"id": values, "next": {"reward": values.astype(np.float32) / np.float32(8)}}
 
 
 @functools.lru_cache
 def jitted(rows, envs, length):
-    """Methods of one ring, compiled; calls of `extend` have `length` rows."""
+    """Returns a buffer and its compiled methods, cached; calls of `extend` have `length` rows."""
     buffer = jrb.ReplayBuffer(rows * (envs or 1), num_envs=envs, batch_size=64)
     return buffer, jax.jit(buffer.extend), jax.jit(buffer.add), jax.jit(buffer.sample)
 

@@ -1,4 +1,4 @@
-"""Every sampler keeps the contracts, and so does one that a user writes in twenty lines."""
+"""Every part keeps the contracts, and so does a custom sampler of twenty lines."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ CASES += [(jrb.Uniform(), None), (jrb.Prioritized(), None)]
 
 
 def conform_but_for_copies(make, example):
-    """Copies are what tests/test_in_place.py looks for, part by part."""
+    """Runs part of `testing.conform`; the rest runs below and in tests/test_in_place.py."""
     testing.check_description(make)
     for check in (testing.check_memory, testing.check_compiled, testing.check_batched):
         check(make(64), example)

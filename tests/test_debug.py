@@ -1,4 +1,4 @@
-"""Checks that cost time, and are only made where they were switched on."""
+"""Debug checks: they cost time and run only while they are switched on."""
 
 import warnings
 
@@ -19,7 +19,7 @@ def filled(count=6):
 
 
 def told(call, *args):
-    """The messages of a call and what it makes run; compiled or not."""
+    """Returns the messages of all `DebugWarning`s of a call, compiled or not."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jax.block_until_ready(call(*args))
@@ -29,7 +29,7 @@ def told(call, *args):
 
 @pytest.fixture(params=["eager", "jit"])
 def run(request):
-    """A function as it is, or compiled while the checks are on."""
+    """Returns a wrapper that leaves a function as it is, or compiles it."""
     return (lambda function: function) if request.param == "eager" else (lambda f: jax.jit(f))
 
 

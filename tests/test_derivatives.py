@@ -1,4 +1,4 @@
-"""Methods inside differentiated functions: a state is data, which nothing flows through."""
+"""Methods inside differentiated functions: states are data, and no gradient flows through them."""
 
 import functools
 
@@ -11,14 +11,14 @@ import jrb
 from jrb import sum_tree
 
 B = 4
-WIDE = 600  # numbers of an item so large that it is stored by itself, as floats
+WIDE = 600  # elements of a leaf so large that it is not packed with others but stored as floats
 NEXT = {"reward": jnp.float32(0), "done": jnp.bool_(False)}
 ITEM = {"observation": jnp.zeros(3), "image": jnp.zeros(WIDE), "next": NEXT}
 KEY = jax.random.key(0)
 
 
 def rows(*lead):
-    """Different numbers in every row."""
+    """Returns rows with a different number in each."""
     count = int(np.prod(lead))
 
     def leaf(like):
@@ -32,7 +32,7 @@ def rows(*lead):
 
 
 def of(number):
-    """An item made of a parameter."""
+    """Returns an item whose floats depend on a parameter."""
     made = lambda leaf: leaf + number if leaf.dtype == jnp.float32 else leaf
     return jax.tree.map(made, ITEM)
 
@@ -134,7 +134,7 @@ def test_what_a_method_returns_does_not_depend_on_parameters(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["update", "given", "running"])
 def test_nor_under_other_transformations(name):
-    CALLS[name](3.0)  # makes what it is called on, outside of all transformations
+    CALLS[name](3.0)  # fills the caches of buffers outside all transformations
     loss = lambda number: number**2 + total(CALLS[name](number))
     assert jax.linearize(loss, 3.0)[1](1.0) == 6
     assert jax.grad(jax.checkpoint(loss))(3.0) == 6

@@ -1,7 +1,7 @@
-"""Programs of several devices: a buffer on each, as in jax.pmap, jax.shard_map, and a sharded vmap.
+"""One buffer on each of several devices, with jax.pmap, jax.shard_map, and a sharded vmap.
 
-What eight devices do, each with a buffer of its own, equals what eight separate buffers do, bit for
-bit; no device talks to another, and nothing of a ring's size is allocated.
+The results on eight devices equal those of eight separate buffers, bit for bit; programs have no
+collectives and allocate nothing of a ring's size.
 """
 
 import functools
@@ -67,7 +67,7 @@ MODES = {
     "p": "pmap",
 }
 ONCE = {"storage": jrb.DeviceStorage(share_next_observations=True)}
-CASES = [  # every family of units meets every mode, and so does every family of samplers
+CASES = [  # every unit class runs in every mode, and so does every sampler class
     ("transition", "uniform", {}, "s"),
     ("transition", "queue", {}, "svp"),
     ("transition", "buffer", {"writer": jrb.MaxValue(("next", "reward"))}, "e"),
@@ -92,7 +92,7 @@ def buffer_of(unit, sampler, capacity=2**14, **parts):
 
 
 def rows(key, *lead):
-    """Items of whole numbers, so that no two compilers round them differently."""
+    """Returns items of integers, so that rounding does not depend on the compiler."""
 
     def leaf(path, like):
         shape = (*lead, *like.shape)
@@ -104,7 +104,7 @@ def rows(key, *lead):
 
 @jax.jit
 def drawn(key):
-    """What a program is given: to draw it inside would be most of what is compiled."""
+    """Returns a program's inputs; drawing them inside it would dominate its compilation."""
     keys = jax.random.split(key, 6)
     return {
         "many": rows(keys[0], 9, E),
@@ -115,7 +115,7 @@ def drawn(key):
 
 
 def program(buffer):
-    """Every method, in an order that promises to copy nothing."""
+    """Returns a program of every method, in an order in which nothing is copied."""
 
     def run(state, given):
         state = buffer.extend(state, given["many"])
@@ -123,13 +123,13 @@ def program(buffer):
         state = buffer.truncate(state, mask=jnp.arange(E) == 0)
         state = buffer.add(state, given["one"], mask=given["mask"])
         taken = buffer.take(state, first.indices)
-        second = None  # inside jit, sample is what draw returns beside the state
+        second = None  # inside jit, `sample` computes the batch of `draw`: one sampler suffices
         if isinstance(buffer.sampler, jrb.Uniform):
             second = buffer.sample(state, given["keys"][1])
         if buffer.sampler.prioritized:
             priorities = jnp.abs(first.probabilities) + 0.25
             state = buffer.update_priority(state, first, priorities)
-            if buffer.unit.one_row:  # which units make no difference to
+            if buffer.unit.one_row:  # set_alpha does not depend on the unit
                 state = buffer.set_alpha(state, 0.5)
         facts = buffer.size(state), buffer.can_sample(state)
         return buffer.empty(state), (first, second, taken, facts)
@@ -138,7 +138,7 @@ def program(buffer):
 
 
 def mapped(mode, run):
-    """The program on every device, and how its arguments lie."""
+    """Returns the program for all devices, and the sharding of its arguments."""
     explicit = mode == "explicit mesh"
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((D,), ("data",), axis_types=(kind,))
@@ -169,14 +169,14 @@ def assert_same(one, other):
 
 
 def filled(buffer, keys):
-    """States whose rings went round once and three rows, one for each key."""
+    """Returns stacked states, one per key, whose rings have wrapped around by three rows."""
     extend = jax.jit(buffer.extend)
     length = buffer.capacity // E + 3
     return stacked([extend(buffer.init(EXAMPLE), rows(key, length, E)) for key in keys])
 
 
 def allowed(buffer):
-    """How many bytes temporaries may have: a tenth of all, and set_alpha lays the trees anew."""
+    """Returns the limit of temporaries: a tenth of a state, and the trees set_alpha rebuilds."""
     empty = jax.eval_shape(lambda: buffer.init(EXAMPLE))
     return 0.1 * tree_nbytes(empty) + tree_nbytes(empty.sampler)
 
@@ -197,7 +197,7 @@ def test_every_family_of_parts_meets_every_mode(place):
 
 
 def edits(buffer):
-    """Methods that edit, and priorities on the way in."""
+    """Returns a program of methods that edit, and of `add` with priorities."""
 
     def run(state, given):
         error = jnp.abs(given["one"]["next"]["reward"])
@@ -222,7 +222,7 @@ def test_edits_too(unit, modes):
 
 
 def compare(buffer, run, modes, in_place=True):
-    """What a program does on each device is what it does alone."""
+    """Asserts that each device computes the same as a single one, without collectives or copies."""
     keys = jax.random.split(jax.random.key(0), D)
     before = filled(buffer, keys)
     given = jax.vmap(drawn)(keys)
@@ -240,11 +240,11 @@ def compare(buffer, run, modes, in_place=True):
         assert temporaries < allowed(buffer) or not in_place, mode
 
 
-# Arguments of which some vary over the axis, and others do not.
+# Arguments that vary over the axis, mixed with arguments that do not.
 
 
 def calls(buffer, state):
-    """Every method as a function of arrays alone, and what it is given."""
+    """Returns each method as a function of arrays, followed by its arguments."""
     key, three = jax.random.key(0), jnp.arange(3, dtype=jnp.int32)
     one, many, sample = rows(key, E), rows(key, 6, E), jax.jit(buffer.sample)(state, key)
     found = {
@@ -302,7 +302,7 @@ def test_methods_take_any_mixture_of_arguments_that_vary_and_that_do_not(unit, s
 
             def body(*its, call=call, which=which):
                 out = call(*(varied(it, "data", some) for it, some in zip(its, which, strict=True)))
-                # What varies already is refused: so each is added to something that varies.
+                # `pcast` refuses values that vary already; `where` makes every value vary.
                 none = varied(jnp.zeros((), bool), "data", True)
                 return jax.tree.map(lambda leaf: jnp.where(none, leaf, leaf)[None], out)
 
@@ -336,7 +336,7 @@ def test_so_do_the_fields_of_one_sample_and_several_axes():
     np.testing.assert_array_equal(found, jnp.broadcast_to(want, found.shape))
 
 
-# The recipe for a buffer on each device.
+# The recipe for one buffer per device.
 
 
 def one_per_device(step, mesh):
@@ -368,7 +368,7 @@ def cycle(buffer):
 
 
 def grown(recipe):
-    """What the temporaries on a device grow by, as a part of what its buffer grows by."""
+    """Returns the growth of a device's temporaries as a fraction of its buffer's growth."""
     mesh = jax.make_mesh((D,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     temps, sizes = [], []
@@ -380,7 +380,7 @@ def grown(recipe):
         lowered = one_per_device(recipe(buffer), mesh).lower(jax.tree.map(cut, shape), keys)
         temps.append(lowered.compile().memory_analysis().temp_size_in_bytes)
         sizes.append(buffer.nbytes(EXAMPLE))
-        if temps[0] < 0.005 * sizes[0]:  # whatever it grows by, it is less
+        if temps[0] < 0.005 * sizes[0]:  # an upper bound of the growth
             return temps[0] / (sizes[0] * 3 / 4)
     return (temps[0] - temps[1]) / (sizes[0] - sizes[1])
 
@@ -394,7 +394,7 @@ def test_so_is_one_that_is_taken_out_by_its_index():
 
 
 def learned(state, key):
-    """Four steps of the buffer of an update batch, and their losses."""
+    """Runs four steps of one update batch; returns its buffer's state and the losses."""
     buffer = buffer_of("windows", "prioritized")
 
     def step(state, key):
@@ -412,7 +412,7 @@ UPDATES = 2
 
 @functools.lru_cache
 def learned_alone():
-    """What each of the update batches holds at the end, of keys that both styles give."""
+    """Returns the final states of update batches that run alone; the key style does not matter."""
     empty, one = buffer_of("windows", "prioritized").init(EXAMPLE), jax.jit(learned)
     keys = jax.random.split(jax.random.key(3), D * UPDATES)
     states = stacked([one(empty, key)[0] for key in keys])
@@ -421,7 +421,7 @@ def learned_alone():
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_pmap_over_devices_and_vmap_over_update_batches(make_key):
-    """As in Stoix and brax: a buffer for each update batch on each device, keys of both styles."""
+    """As in Stoix and brax: one buffer per update batch and device, with keys of both styles."""
     keys = jax.random.split(make_key(3), D * UPDATES)
     keys = keys.reshape(D, UPDATES, *keys.shape[1:])
     empty = buffer_of("windows", "prioritized").init(EXAMPLE)
@@ -437,7 +437,7 @@ def test_pmap_over_devices_and_vmap_over_update_batches(make_key):
     np.testing.assert_array_equal(losses, np.broadcast_to(losses[:1], losses.shape))
 
 
-# Meshes of explicit axes, outside shard_map.
+# Meshes with explicit axes, outside shard_map.
 
 
 def test_explicit_axes_work_where_nothing_is_cut_and_are_refused_where_something_is():

@@ -1,4 +1,4 @@
-"""The doctor names what copies a buffer, with its line, and is silent where nothing does."""
+"""The doctor reports each copy of a buffer with its line, and nothing if there is no copy."""
 
 import functools
 import inspect
@@ -180,7 +180,7 @@ def test_methods_and_traces_are_counted():
         return PLAIN.add(state, ITEM), jnp.concatenate([total, total])
 
     twice = doctor(lambda carry: grows(*carry), (PLAIN.init(ITEM), jnp.ones(1)))
-    assert twice.traces == 1  # each call gets the arguments that were given, as shapes differ
+    assert twice.traces == 1  # the shapes grow, so each call gets the original arguments
 
     def promotes(state, count):
         return PLAIN.add(state, ITEM), count.astype(jnp.int32) + 1

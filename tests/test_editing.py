@@ -1,4 +1,4 @@
-"""Items that are edited where they lie: what changes, what is refused, and what a save sees."""
+"""Editing stored items: what changes, what is refused, and what a save writes."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def test_only_what_is_named_changes(storage, compiled):
     before = jrb.items(buffer, state)
     slots, _ = buffer.in_order(state)
     edit = jax.jit(buffer.set) if compiled else buffer.set
-    at = slots[jnp.array([2, 5, 2])]  # the last one of equals counts
+    at = slots[jnp.array([2, 5, 2])]  # of equal slots, the last one counts
     new = {
         "half": jnp.array([1.5, 2.5, 3.5], jnp.bfloat16),
         "key": jax.random.split(jax.random.key(9), 3),
@@ -85,7 +85,7 @@ def test_a_partly_filled_buffer_is_mapped_as_far_as_it_is(storage):
     state = buffer.map(state, lambda items: {"next": {"done": items["observation"] == 1}})
     assert jrb.items(buffer, state)["next"]["done"].tolist() == [False, True, False]
     state = buffer.set(state, jnp.array([5]), {"observation": jnp.array([77], jnp.int32)})
-    assert jrb.items(buffer, state)["observation"].tolist() == [0, 1, 2]  # 5 holds nothing
+    assert jrb.items(buffer, state)["observation"].tolist() == [0, 1, 2]  # slot 5 is empty
 
 
 @pytest.mark.parametrize("storage", ["device", "memmap", "spill"])
@@ -214,7 +214,7 @@ def test_the_next_save_writes_every_edit(tmp_path):
     one = buffer.set(state, jnp.array([12_345]), {"x": jnp.full((1, 8), 2.0)})
     jrb.save(tmp_path, buffer, one, keep=3)
     other = buffer.set(state, jnp.array([3_210]), {"x": jnp.full((1, 8), 3.0)})
-    jrb.save(tmp_path, buffer, other, keep=3)  # another history, edited as often
+    jrb.save(tmp_path, buffer, other, keep=3)  # another branch with as many edits
     for generation, want in ((1, state), (2, one), (3, other)):
         _, back = jrb.load(tmp_path, generation=generation)
         np.testing.assert_array_equal(back.storage["x"], want.storage["x"])
@@ -230,7 +230,7 @@ def test_an_edit_of_files_is_not_promised_before_it_is_saved(storage, tmp_path):
         {"x": jnp.arange(8.0)}, storage=storage(path), batch_size=8, sampler=jrb.Queue()
     )
     jrb.save(path, buffer, state)
-    for number in range(5):  # more than there is room for beside the ring
+    for number in range(5):  # more edits than the spare rows can hold
         state = buffer.map(state, lambda items: {"x": items["x"] + 1})
         promised, its = jrb.load(path)
         assert jrb.items(promised, its)["x"].tolist() == [n + number // 3 * 3.0 for n in range(8)]

@@ -188,7 +188,7 @@ def test_rows_of_gymnax_inside_jit():
 
 
 class FakeBrax:
-    """What brax's environments return, in the form of `brax.envs.State`; keys are checked."""
+    """A fake brax environment: returns the fields of `brax.envs.State` and checks keys."""
 
     action_size = 2
 
@@ -199,7 +199,7 @@ class FakeBrax:
         )
 
     def reset(self, key):
-        jax.random.uniform(key)  # raises for an array that is no key
+        jax.random.uniform(key)  # raises if the array is not a key
         return self._state(0.0)
 
     def step(self, state, action):
@@ -208,7 +208,7 @@ class FakeBrax:
 
 
 class Wrapped:
-    """As brax's `VmapWrapper`: over keys, or over those that it makes of one."""
+    """A fake of brax's `VmapWrapper`: `reset` takes a batch of keys, or splits one key."""
 
     action_size = 2
 
@@ -234,7 +234,7 @@ class Wrapped:
         (FakeBrax(), {"num_envs": 3}, (5,)),
         (Wrapped(FakeBrax()), {"num_envs": 3}, {"state": (5,)}),
         (Wrapped(FakeBrax(), 3), {}, {"state": (5,)}),
-        (Wrapped(FakeBrax(), 3, width=4), {}, {"state": (4,)}),  # a wrapper changes observations
+        (Wrapped(FakeBrax(), 3, width=4), {}, {"state": (4,)}),  # the wrapper changes observations
     ],
 )
 def test_brax(env, options, observation):
@@ -251,7 +251,7 @@ def test_brax(env, options, observation):
 
 
 class FakeMarl:
-    """Two agents, as JaxMARL has them."""
+    """A fake JaxMARL environment with two agents."""
 
     agents = ("a", "b")
 
@@ -263,7 +263,7 @@ class FakeMarl:
 
     def step(self, key, state, action):
         done = dict.fromkeys((*self.agents, "__all__"), jnp.zeros((), bool))
-        reward = {"a": jnp.int32(1), "b": jnp.float32(1)}  # MPE's simple_tag has such ones
+        reward = {"a": jnp.int32(1), "b": jnp.float32(1)}  # dtypes differ, as in MPE's simple_tag
         return self.reset(key)[0], 0, reward, done, {}
 
 

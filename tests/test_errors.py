@@ -1,4 +1,4 @@
-"""Bad input raises: the leaf, what was expected, what came, what to do; nothing is written."""
+"""Errors of bad input name the leaf, the expected and given values, and a fix."""
 
 import dataclasses
 import re
@@ -19,7 +19,7 @@ KEY = jax.random.key(0)
 
 @jrb.types.component
 class AllMasked(jrb.Transition):
-    """Has an anchor for each item, and masks all of them."""
+    """A unit with an anchor for each item, all of which are masked when read."""
 
     def plan_read(self, context, state, slots, mask, key):
         plan = super().plan_read(context, state, slots, mask, key)
@@ -27,13 +27,13 @@ class AllMasked(jrb.Transition):
 
 
 def step(**changes):
-    """One good timestep of two environments, with changes."""
+    """Returns a valid timestep of two environments, with leaves replaced or added."""
     row = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), EXAMPLE)
     return row | changes
 
 
 def rejects(call, kind, *texts):
-    """`call` raises `kind` with all these texts, eagerly and under jit."""
+    """Asserts that `call` raises `kind` with all these texts, eagerly and under jit."""
     for run in (call, jax.jit(call)):
         with pytest.raises(kind) as caught:
             run()
@@ -169,7 +169,7 @@ def test_more_slots_than_int32_tells_apart_are_for_shards():
     assert made.storage["x"].shape == (8, 2**30)
     few = jrb.ReplayBuffer(64, num_envs=8)
     with pytest.raises(ValueError, match=r"at most 2147483647 slots .* got 8589934592"):
-        migrate.regrouped(sharded, {}, few, 0)  # whose slots would be told by one int32
+        migrate.regrouped(sharded, {}, few, 0)  # one int32 would number all slots
 
 
 @pytest.mark.parametrize("value", [jnp.float32(0.5), np.zeros(2)])

@@ -1,4 +1,4 @@
-"""Every agent of examples/agents learns in a small form, with its buffer in place."""
+"""Every agent of examples/agents learns in a small configuration, its buffer written in place."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ NEXT = {"reward": jnp.float32(0), "terminated": jnp.bool_(False), "truncated": j
 
 
 def trained(name, example, seeds=2, **changes):
-    """Returns the curves of an agent, of which the buffers are the only large arrays."""
+    """Returns an agent's learning curves; asserts that only its buffers need much memory."""
     agent = importlib.import_module(f"examples.agents.{name}")
     config = dataclasses.replace(agent.Config(), **changes)
     keys = jax.random.split(jax.random.key(0), seeds)
@@ -32,7 +32,7 @@ def test_r2d2_remembers_the_light_that_it_saw_once():
     example = {"observation": jnp.zeros(2), "hidden": (zeros, zeros), "action": jnp.int32(0)}
     example["next"] = NEXT | {"observation": jnp.zeros(2)}
     small = {"steps": 64_000, "evaluations": 4, "corridor": 5, "capacity": 160_000}
-    assert trained("r2d2", example, **small)[:, -1].mean() > 0.7  # without memory it is 0
+    assert trained("r2d2", example, **small)[:, -1].mean() > 0.7  # an agent without memory scores 0
 
 
 def test_muzero_catches_after_search_in_its_model():
@@ -41,7 +41,7 @@ def test_muzero_catches_after_search_in_its_model():
     example = {"observation": jnp.zeros((10, 5)), "action": jnp.int32(0), "policy": jnp.zeros(3)}
     example |= {"value": jnp.float32(0), "next": NEXT}
     curves = trained("muzero", example, steps=20_000, points=10, capacity=262_144)
-    assert curves[:, -2:].mean() > 0  # random actions come to -0.6
+    assert curves[:, -2:].mean() > 0  # random actions score -0.6
 
 
 def test_dreamer_catches_after_imagining():
@@ -50,7 +50,7 @@ def test_dreamer_catches_after_imagining():
     example = {"observation": jnp.zeros(50), "h": jnp.zeros(64), "action": jnp.int32(0)}
     small = {"steps": 12_000, "points": 10, "capacity": 262_144}
     curves = trained("dreamer", example | {"next": NEXT}, seeds=1, **small)
-    assert curves[:, -2:].mean() > -0.4  # random actions come to -0.6
+    assert curves[:, -2:].mean() > -0.4  # random actions score -0.6
 
 
 def test_rainbow_returns_more_than_random_play():
@@ -64,7 +64,7 @@ def test_rainbow_returns_more_than_random_play():
     }
     small = {"steps": 16_000, "points": 4, "min_size": 1000, "batch_size": 64, "hidden": 64}
     curves = trained("rainbow", example, seeds=1, learning_rate=2e-3, **small)
-    assert curves[:, -1].mean() > 1.0  # random actions come to 0.4
+    assert curves[:, -1].mean() > 1.0  # random actions score 0.4
 
 
 def test_sac_swings_the_pendulum_up():
@@ -73,7 +73,7 @@ def test_sac_swings_the_pendulum_up():
     example = {"observation": jnp.zeros(3), "action": jnp.zeros(1)}
     example["next"] = NEXT | {"observation": jnp.zeros(3)}
     curves = trained("sac", example, steps=8_000, points=10, capacity=262_144, batch_size=64)
-    assert curves[:, -2:].mean() > -600  # random actions come to -1214
+    assert curves[:, -2:].mean() > -600  # random actions score -1214
 
 
 def test_qmix_finds_the_best_payoff_and_sums_of_values_do_not():
@@ -112,5 +112,5 @@ def test_returns_of_episodes_are_tracked_and_averaged_by_parts():
     step = lambda returns, row: common.track(returns, *row)
     returns, ends = jax.lax.scan(step, jnp.zeros(2), (reward, ended))
     np.testing.assert_array_equal(returns, [21.0, 27.0])
-    with jax.numpy_dtype_promotion("standard"):  # as agents are compiled
+    with jax.numpy_dtype_promotion("standard"):  # the setting in which agents run
         np.testing.assert_array_equal(common.curve(ends, 2), [3.0, np.nan])

@@ -1,7 +1,7 @@
-"""Draws stay what they were: slots bit for bit, masks and numbers too, computed floats to rounding.
+"""Draws equal recorded ones: slots, masks and integers exactly, sums of floats up to rounding.
 
-`tests/data/golden.json` has what each composition drew when it was recorded. A change that is meant
-to draw otherwise records again, `python -m tests.test_golden`, and says why.
+`tests/data/golden.json` holds the recorded draws of each composition. A change that alters draws on
+purpose must record them again with `python -m tests.test_golden` and give a reason.
 """
 
 import itertools
@@ -56,7 +56,7 @@ STORAGES = {
 
 
 def compositions():
-    """Names, and the parts for which each stands."""
+    """Yields the name and the parts of each composition."""
     for (one, sampler), (two, unit) in itertools.product(SAMPLERS.items(), UNITS.items()):
         yield f"{one}, {two}", {"sampler": sampler, "unit": unit}
     for (one, sampler), (two, writer) in itertools.product(SAMPLERS.items(), WRITERS.items()):
@@ -68,7 +68,7 @@ def compositions():
 
 
 def built():
-    """Those whose parts fit each other."""
+    """Yields the name and the buffer of each composition whose parts fit together."""
     for name, parts in compositions():
         try:
             yield name, jrb.ReplayBuffer(ROWS * ENVS, ENVS, BATCH, **parts)
@@ -77,7 +77,7 @@ def built():
 
 
 def rows(seed, length):
-    """Items `[T, E]`; ends come often, and not all at once."""
+    """Returns items `[T, E]`; episodes are short and end at different times."""
     rng = np.random.default_rng(seed)
     many = (length, ENVS)
     return {
@@ -92,7 +92,7 @@ def rows(seed, length):
 
 
 def program(buffer):
-    """Writes, draws, new priorities, an end from outside, further writes: three samples."""
+    """Writes, draws, updates priorities, truncates, and writes more; returns three samples."""
     keys = jax.random.split(jax.random.key(7), 3)
     state = buffer.extend(buffer.init(EXAMPLE), rows(0, 9))
     state, first = buffer.draw(state, keys[0])
@@ -108,7 +108,7 @@ def program(buffer):
 
 
 def drawn(buffer):
-    """What is recorded of the samples."""
+    """Returns the facts to record about each sample."""
     on_device = isinstance(buffer.storage, jrb.DeviceStorage)
     run = jax.jit(program, static_argnums=0) if on_device else program
     return [told(sample) for sample in run(buffer)]
@@ -122,7 +122,7 @@ def told(sample):
     for path, leaf in jax.tree_util.tree_leaves_with_path(fields):
         leaf = np.asarray(leaf)
         padded = leaf.shape[: real.ndim] == real.shape
-        leaf = leaf[real if padded else some]  # nothing is promised of what is masked
+        leaf = leaf[real if padded else some]  # masked values are undefined
         if np.issubdtype(leaf.dtype, np.floating):
             rounded[jax.tree_util.keystr(path)] = float(np.abs(leaf).sum(dtype=np.float64))
         else:

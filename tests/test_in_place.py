@@ -1,4 +1,4 @@
-"""Contract 2: with a donated state nothing of the buffer's size is copied."""
+"""Methods with a donated state copy nothing of the buffer's size."""
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ def add_sample_update_twice(buffer, state, total, key):
 
 
 def everything(buffer, state, total, key):
-    """All methods, in the orders that promise to copy nothing."""
+    """Calls the methods in orders in which nothing is copied."""
     state = buffer.add(state, rows(total, E), mask=total > 0.5)
     state, sample = buffer.draw(state, key)
     total = total + testing.consumed(sample)
@@ -124,7 +124,7 @@ CASES += [("prioritized", step) for step in UPDATES]
 
 @component
 class Apart(jrb.DeviceStorage):
-    """A storage that reads nothing beside the items."""
+    """A storage that cannot read other arrays together with the items."""
 
     def read(self, *args):
         return jrb.DeviceStorage().read(*args)
@@ -220,7 +220,7 @@ def test_no_other_part_copies(parts, name, agents):
 
 
 def edits(buffer, state, total, key):
-    """Priorities on the way in, and items edited, mapped and dropped."""
+    """Writes with priorities, and sets, drops and maps items."""
     some = lambda *shape: jnp.abs(jnp.sin(total + jnp.ones(shape)))
     state = buffer.add(state, rows(total, E), priorities=some(E))
     state = buffer.extend(state, rows(total, 6, E), some(6) > 0.2, priorities=some(6, E))
@@ -236,7 +236,7 @@ def edits(buffer, state, total, key):
 
 
 def schedules(buffer, state, total, key):
-    """Another alpha in each step, before a write and after."""
+    """Sets another alpha before and after a write."""
     state = buffer.set_alpha(state, total * 0.01)
     state = buffer.add(state, rows(total, E))
     sample = buffer.sample(state, key, beta=total * 0.01)
@@ -266,7 +266,7 @@ def test_no_writer_copies(name, writer):
 
 
 def lanes(buffer, state, total, key):
-    """Environments that step, or not."""
+    """Writes with masks under which only some environments step."""
     steps = jnp.sin(total + jnp.arange(6.0 * E)).reshape(6, E) > 0
     state = buffer.add(state, rows(total, E), mask=steps[0])
     state = buffer.extend(state, rows(total, 6, E), mask=steps)
@@ -292,7 +292,7 @@ LINES = [(1, add_sample, None), (16, everything, 8), (16, edits, None), (1, draw
 
 @pytest.mark.parametrize(("envs", "step", "agents"), LINES)
 def test_environment_by_environment_nothing_is_copied(envs, step, agents, monkeypatch):
-    monkeypatch.setitem(globals(), "E", envs)  # of the rows that are written
+    monkeypatch.setitem(globals(), "E", envs)  # the environments of the written rows
     assert growth("prioritized", step, agents, **BY_ENVIRONMENT) < 0.01
 
 

@@ -1,4 +1,4 @@
-"""Epochs and prefetched batches: the same draws, neither more nor less of them."""
+"""Epochs and prefetching: exactly the expected draws, neither more nor fewer."""
 
 import gc
 import itertools
@@ -87,7 +87,7 @@ def test_a_mix_is_prefetched_too():
 
 
 class Counting:
-    """A function that returns a state, and counts how often it was asked for it."""
+    """A callable that returns a state and counts its calls."""
 
     def __init__(self, state):
         self.state, self.count, self.asked = state, 0, threading.Condition()
@@ -204,7 +204,7 @@ STORAGES = {
 
 
 def prioritized(storage):
-    """A buffer, its compiled methods, and a state that holds 0 to 63."""
+    """Returns a buffer, its compiled methods, and a state that holds 0 to 63."""
     parts = {"batch_size": 8, "sampler": jrb.Prioritized(), "storage": STORAGES[storage]()}
     buffer = jrb.ReplayBuffer(64, **parts)
     methods = jrb.jitted(buffer)

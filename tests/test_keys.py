@@ -1,4 +1,4 @@
-"""Roles that keys do not name are found, and flags of agents are brought together."""
+"""Leaves that look like a role without a key are refused; flags of agents are combined."""
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +127,7 @@ def test_an_episode_ends_where_all_agents_are_done(flags, ends):
     found = dict(zip(sample.indices.tolist(), sample.info["is_last"][:, 0].tolist(), strict=True))
     assert [found[slot] for slot in range(3)] == [bool(end) for end in ends]
     assert jrb.datasets.trajectories.lengths(rows).sum() == 3
-    # A flag that is edited is one of all.
+    # Edited flags are combined over agents too.
     state = buffer.set(state, jnp.array([0]), {"next": jax.tree.map(lambda leaf: leaf[2:], flags)})
     again = buffer.sample(state, jax.random.key(0))
     assert set(again.info["is_last"][again.indices == 0, 0].tolist()) == {bool(ends[2])}

@@ -1,4 +1,4 @@
-"""Loops in Python: compiled methods, copies that are told, items of NumPy's dtypes, no retraces."""
+"""Loops in Python: compiled methods, warnings of copies, NumPy's dtypes, no recompilation."""
 
 import operator
 import warnings
@@ -262,7 +262,7 @@ def test_integers_go_into_no_smaller_dtype(make):
         make(buffer).add(state, {"x": np.int64(3)})
 
 
-# Nothing is compiled anew.
+# Nothing is compiled twice.
 
 UNITS = [jrb.Transition(), jrb.NStep(2, 0.9, strict=True), jrb.Sequence(2), jrb.FrameStack(2)]
 SAMPLERS = [
@@ -414,7 +414,7 @@ def test_a_program_may_have_no_devices_on_the_host(monkeypatch):
         assert int(buffer.size(buffer.add(state, {"x": 1}))) == 1
 
 
-# Slots as tools pass them.
+# Arguments of other types and ranges.
 
 STORAGES = [jrb.DeviceStorage, jrb.MemmapStorage]
 

@@ -1,6 +1,6 @@
-"""What is compiled for accelerators: no loop whose trips the compiler cannot know, no host sync.
+"""Programs for accelerators have only loops with known trip counts, and no host callbacks.
 
-Programs are lowered for platforms that this machine lacks, and their operations looked through.
+The tests lower programs for platforms that this machine lacks, and inspect their operations.
 """
 
 import jax
@@ -18,7 +18,7 @@ DEVICE_CASES = [(unit, sampler, parts) for unit, sampler, parts, _ in devices.CA
 
 
 def operations(operation):
-    """An operation and all that is nested in it."""
+    """Yields an operation and all operations nested in it."""
     yield operation
     for region in operation.regions:
         for block in region:
@@ -27,12 +27,12 @@ def operations(operation):
 
 
 def defining(value):
-    """The name of the operation that makes a value; that of a block's argument is None."""
+    """Returns the name of the operation that makes a value; None for a block's argument."""
     return None if isinstance(value.owner, ir.Block) else value.owner.name
 
 
 def is_counted(loop):
-    """Whether a `while` goes on as long as a counter is below a constant, from a constant on."""
+    """Returns True if a `while` compares a counter with a constant and starts it at a constant."""
     condition = loop.regions[0].blocks[0]
     going_on = list(condition.operations)[-1].operands[0]
     if defining(going_on) != "stablehlo.compare":
@@ -45,7 +45,7 @@ def is_counted(loop):
 
 
 def is_constant(value):
-    """Whether a value is computed from constants alone, which a barrier hides."""
+    """Returns True if a value is computed from constants alone, without an optimization barrier."""
     if isinstance(value.owner, ir.Block) or value.owner.name == "stablehlo.optimization_barrier":
         return False
     return value.owner.name == "stablehlo.constant" or (
@@ -54,7 +54,7 @@ def is_constant(value):
 
 
 def lowered(function, *arguments, platform="cuda"):
-    """All operations of a program for another platform."""
+    """Returns all operations of a program that is lowered for another platform."""
     traced = jax.jit(function, donate_argnums=0).trace(*arguments)
     module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     return list(operations(module.operation))
@@ -124,7 +124,7 @@ def test_windows_and_goals_under_vmap():
 
 
 def users(value):
-    """The operations that use a value, or what it is in another form."""
+    """Yields the operations that use a value, seen through reshapes, bitcasts and slices."""
     for use in value.uses:
         if use.owner.name in ("stablehlo.reshape", "stablehlo.bitcast_convert", "stablehlo.slice"):
             yield from users(use.owner.results[0])
@@ -134,7 +134,7 @@ def users(value):
 
 @pytest.mark.parametrize("unit", ["transition", "n-step", "stacks", "padded"])
 def test_items_are_read_once_and_not_where_they_are_used(unit):
-    """Else a later write would have to copy what is still to be read."""
+    """Otherwise, a later write would have to copy the items that are still to be read."""
     buffer = devices.buffer_of(unit, "uniform")
     found = lowered(buffer.draw, buffer.init(devices.EXAMPLE), jax.random.key(0))
     reads = [it for it in found if it.name == "stablehlo.gather"]

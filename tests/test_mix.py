@@ -15,7 +15,7 @@ def buffer(**parts):
 
 
 def filled(mix, counts):
-    """States whose buffer k holds ids from 100 k on."""
+    """Returns states; that of buffer k holds ids from 100 k on."""
     states = []
     for number, (part, state) in enumerate(zip(mix.buffers, mix.init(EXAMPLE), strict=True)):
         ids = np.arange(counts[number], dtype=np.int32) + 100 * number
@@ -74,7 +74,7 @@ def test_each_part_covers_the_whole_distribution_of_its_buffer(traced):
     ids = np.asarray(sample.data["id"])[np.asarray(sample.info["source"]) == 1] - 100
     seen = np.bincount(ids, minlength=8)
     expected = ids.size * np.arange(1, 9) / 36
-    assert ((seen - expected) ** 2 / expected).sum() < 24.3  # chi-square of 7 degrees, 0.001
+    assert ((seen - expected) ** 2 / expected).sum() < 24.3  # chi-square, 7 degrees, p = 0.001
 
 
 def test_priorities_find_their_buffer():

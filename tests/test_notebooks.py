@@ -1,4 +1,4 @@
-"""Every notebook runs from its first to its last cell, and gives what is stored in it."""
+"""Every notebook runs from its first to its last cell and reproduces its stored outputs."""
 
 import pathlib
 import subprocess
@@ -13,7 +13,7 @@ from tests import conftest
 
 ROOT = pathlib.Path(execute.__file__).parents[1]
 LARGEST = 400_000  # bytes
-# Each fourth runs unless more is asked for: those that use contracts of parts and the demo's.
+# By default every fourth case of a slow test runs (see conftest.py): OFTEN is put first and fifth.
 OFTEN = ["07_your_own_parts", "08_look_inside"]
 NAMES = [name for name in execute.names() if name not in OFTEN]
 NAMES = [OFTEN[0], *NAMES[:3], OFTEN[1], *NAMES[3:]]
@@ -47,7 +47,7 @@ def test_a_notebook_is_stored_with_its_outputs_and_little_else(name):
 
 
 def stored_and_found(output, tags=()):
-    """A notebook of one cell that prints 1, and what it gave another time."""
+    """Returns a notebook whose only cell prints 1, and the same notebook with another output."""
     from nbformat import v4
 
     metadata = {"tags": list(tags)}

@@ -1,4 +1,4 @@
-"""A sample knows which description drew it, and methods of another one refuse it."""
+"""Samples record the description that drew them; buffers with another one refuse them."""
 
 import dataclasses
 import os
@@ -89,7 +89,7 @@ def test_equal_descriptions_have_equal_origins_and_nothing_is_traced_again():
 
 
 def goes_round(buffer, state, sample):
-    """Samples that went through what JAX and Python do to trees, all of this buffer."""
+    """Yields samples of the buffer that went through pickling and transformations of JAX."""
     draw = lambda state, key: buffer.draw(state, key)
     yield jax.jit(lambda sample: sample)(sample)
     yield jax.tree.map(lambda leaf: leaf + 0 if leaf.dtype != bool else leaf, sample)

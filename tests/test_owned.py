@@ -1,4 +1,4 @@
-"""NumPy's arrays that a method was given may be written to as soon as it returns."""
+"""NumPy arrays given to a method may be overwritten as soon as the method returns."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +16,7 @@ E, N = 16, 128
 
 
 def aligned(value: Any, *shape: int, dtype: Any = np.float32) -> np.ndarray:
-    """An array where JAX reads one without a copy."""
+    """Returns an array whose alignment lets JAX read it without a copy."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     room = np.zeros(size + 64, np.uint8)
     start = -room.ctypes.data % 64
@@ -26,13 +26,13 @@ def aligned(value: Any, *shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 
 def spoil(array: np.ndarray) -> None:
-    """Something else is there afterwards, of the same kind."""
+    """Overwrites an array with other values."""
     array[...] = ~array if array.dtype == bool else array + 3
 
 
 @jax.jit
 def late(states: Any) -> Any:
-    """The same states, some time later."""
+    """Returns the same states, computed with a delay."""
     busy = lax.fori_loop(0, 20, lambda _, x: jnp.tanh(x @ x), jnp.full((400, 400), 1e-3))
     zero = busy[0, 0] * 0
 
@@ -51,7 +51,7 @@ def ones(*lead: int) -> dict[str, jax.Array]:
 
 
 def sample() -> jrb.Sample:
-    """One that came over from elsewhere, of NumPy's arrays."""
+    """Returns a sample of NumPy arrays, as from another process."""
     ones = lambda dtype: aligned(1, E, dtype=dtype)
     return jrb.Sample(
         data=None,
@@ -144,7 +144,7 @@ def test_shards_have_read_what_they_were_given(jitted: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Slow:
-    """A transform with an inverse that takes a while."""
+    """A transform with a slow inverse."""
 
     def __call__(self, data: Any) -> Any:
         return data
@@ -159,7 +159,7 @@ def test_inverses_have_read_what_they_were_given(jitted: bool) -> None:
     buffer = jrb.ReplayBuffer(E, num_envs=E, transforms=(Slow(),))
     methods: Any = jrb.jitted(buffer) if jitted else buffer
     state = buffer.init({"x": jnp.zeros(50)})
-    late(jnp.zeros(()))  # compiles it
+    late(jnp.zeros(()))  # compiles `late`
     for _ in range(2):
         given = {"x": aligned(2, E, 50)}
         state = methods.add(state, given)

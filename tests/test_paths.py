@@ -1,4 +1,4 @@
-"""Every path of a user is read by one rule: `~` is the home folder, and a path stays as it was."""
+"""All user paths follow one rule: `~` is the home folder, and relative paths are fixed at once."""
 
 import os
 import pickle
@@ -17,7 +17,7 @@ from jrb.remote import setup
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A home folder, in which nothing is, and another folder to work in."""
+    """Sets an empty home folder, which it returns, and another working folder."""
     for name in ("home", "work"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -1,4 +1,4 @@
-"""Several processes, each of which saves its own shards, do what one process does."""
+"""Several processes that each save their own shards give the results of one process."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def run(folder, count):
-    """What the processes saw, one after the other."""
+    """Runs `count` processes and returns the results of each."""
     folder.mkdir()
     coordinator = f"127.0.0.1:{multihost.free_port()}"
     command = [sys.executable, "-m", "tests.process_of_shards", str(folder)]

@@ -1,4 +1,4 @@
-"""The layers, and the manners of the package."""
+"""The layers of the package and its conventions."""
 
 import ast
 import collections
@@ -29,19 +29,19 @@ ROOMS = [
     {"datasets", "remote", "demo", "cli", "compat"},
     {"__main__"},
 ]
-"""The files and folders of the package, from those that import nothing else of it upwards."""
+"""The files and folders of the package in layers, lowest first; none imports from above."""
 
 PUBLIC = ["jrb", *(f"jrb.{name}" for name in jrb.__all__ if inspect.ismodule(getattr(jrb, name)))]
 PUBLIC += [f"jrb.{name}" for name in ("authoring", "compat.flashbax", "keys", "sharding")]
 PUBLIC += [f"jrb.{name}" for name in ("samplers", "storages", "units", "writers")]
 
 LINES, FILES, CHAIN, HELPERS = 41_200, 189, 9, 40
-"""Limits of the package's size, 1 % above what it was when they were set."""
+"""Limits of the package's size, 1 % above its size when they were set."""
 
 
 @functools.cache
 def modules():
-    """Such as `jrb.units.n_step`: its path and its syntax tree."""
+    """Returns the path and syntax tree of each module, by names such as `jrb.units.n_step`."""
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT.parent).with_suffix("").parts
@@ -51,9 +51,9 @@ def modules():
 
 
 def imported(module):
-    """The modules of the package that a module imports.
+    """Yields the modules of the package that a module imports.
 
-    Public names that it imports from `jrb` do not count: they are found when they are needed.
+    Public names imported from `jrb` do not count: `jrb` loads them when they are used.
     """
     for node in ast.walk(modules()[module][1]):
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "jrb":
@@ -79,7 +79,7 @@ def test_rooms_import_what_is_below_them():
 def test_no_modules_import_each_other_in_a_circle():
     below = {name: set(imported(name)) - {name} for name in modules()}
     rooms = {name for name, (path, _) in modules().items() if path.stem == "__init__"}
-    while below:  # take away those that import nothing which is left
+    while below:  # remove modules that import none of the remaining ones
         free = {name for name, others in below.items() if not (others - rooms) & below.keys()}
         assert free, f"these import each other: {sorted(below)}"
         below = {name: others for name, others in below.items() if name not in free}
@@ -108,7 +108,7 @@ def test_the_core_imports_nothing_but_its_dependencies():
 
 
 def longest_chain():
-    """The number of rooms, one of which imports the next one, in the longest such chain."""
+    """Returns the length of the longest chain of files and folders that import one another."""
     below = {}
     for module in modules().keys() - {"jrb", "jrb.__main__"}:
         others = below.setdefault(room_of(module), set())
@@ -122,7 +122,7 @@ def longest_chain():
 
 
 def helpers():
-    """Functions of a module that are short and have a single caller."""
+    """Returns the names of short module-level functions that are used once."""
     uses, short = collections.Counter(), []
     for _, tree in modules().values():
         for node in ast.walk(tree):
@@ -137,7 +137,7 @@ def helpers():
 
 
 def test_the_package_does_not_grow():
-    """Who adds code takes some away, or says here why it has to grow."""
+    """New code should replace old code; otherwise raise a limit above and say why."""
     lines = sum(path.read_text().count("\n") for path, _ in modules().values())
     assert lines <= LINES
     assert len(modules()) <= FILES
@@ -146,7 +146,7 @@ def test_the_package_does_not_grow():
 
 
 def test_few_tests_import_private_modules():
-    """What must reach below public names does so through `tests/seams.py`, where it can."""
+    """Tests that need private names should reach them through `tests/seams.py`."""
     tests = (ROOT.parent / "tests").rglob("*.py")
     reach = [path.name for path in tests if re.search(r"^from jrb\._", path.read_text(), re.M)]
     assert len(reach) <= 12, sorted(reach)
@@ -165,7 +165,7 @@ def test_public_modules_list_public_names_only(name):
 
 
 def test_no_function_has_the_name_of_a_module():
-    """As importing the module would put it in its place."""
+    """Importing a module of that name would replace the function in `jrb`."""
     rooms = {path.stem for path in ROOT.iterdir()}
     for name in jrb.__all__:
         assert name not in rooms or inspect.ismodule(getattr(jrb, name))

@@ -1,4 +1,4 @@
-"""What is read out of a buffer, against plain lists."""
+"""Functions that read a buffer, compared with plain lists."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""States of another description: the newest rows, with what was known of them."""
+"""`rebuild` for another description keeps the newest rows and their priorities."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ KEY = jax.random.key(0)
 
 
 def filled(length=9, envs=2, **parts):
-    """A ring that went round, of rows that know their number and environment."""
+    """Returns a buffer and a wrapped-around state; each item has its own number."""
     buffer = jrb.ReplayBuffer(6 * envs, envs, batch_size=4, **parts)
     ids = np.arange(length * envs, dtype=np.int32).reshape(length, envs)
     items = {
@@ -62,7 +62,7 @@ def test_the_newest_items_stay_with_their_priorities(change, capacity):
         assert kept.any()
     sample = new.sample(back, KEY)
     assert sample.mask.any()
-    assert float(old.size(state)) == 12  # what was read is as it was
+    assert float(old.size(state)) == 12  # the old state is unchanged
 
 
 @pytest.mark.parametrize("envs", [None, 1, 3, 4])
@@ -72,7 +72,7 @@ def test_streams_are_dealt_out_anew(envs):
     back = jrb.rebuild(old, state, new)
     sample = new.sample(back, KEY)
     pairs = np.asarray(sample.data["observation"])
-    assert (pairs[:, 1] - pairs[:, 0] == 2).all()  # of one old environment, one after the other
+    assert (pairs[:, 1] - pairs[:, 0] == 2).all()  # consecutive rows of one old environment
     assert sorted(jrb.items(new, back)["observation"].tolist()) == list(range(6, 18))
 
 

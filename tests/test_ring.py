@@ -11,7 +11,7 @@ import pytest
 
 from jrb.ring import Clock, Ring, first_places
 
-SLOTS = 64  # every small ring has at most so many, and all are asked for at once
+SLOTS = 64  # the most slots of a small ring; all are computed at once
 LAPS = 2**32
 HUGE = [
     (2**31 - 1, 1),
@@ -41,7 +41,7 @@ in_huge_rings = pytest.mark.parametrize("ring", [Ring(*shape) for shape in HUGE]
 
 
 def clock_at(ring, written, lap=0):
-    """The clock after so many rows, begun in this lap: a Python int tells all of it."""
+    """Returns the clock of a ring that started in `lap`, after `written` rows."""
     return Clock(
         cursor=jnp.int32(written % ring.rows),
         count=jnp.int32(min(written, ring.rows)),
@@ -58,7 +58,7 @@ def dtypes(clock):
 
 
 def generations(ring, clock):
-    """One number per slot; those asked for beyond the last slot are cut off."""
+    """Returns the generation of each slot."""
     slots = np.minimum(np.arange(SLOTS), ring.capacity - 1).astype(np.int32)
     found = generation(ring, clock, slots)
     assert found.dtype == jnp.uint32
@@ -105,7 +105,7 @@ def test_the_oldest_row_is_the_one_that_goes_next(ring, lap, stream):
 
 @st.composite
 def lives(draw):
-    """A ring, the lap it begins in, and what happens to it: rows written, or None for emptied."""
+    """Draws a ring, its first lap, and its events: the rows written, or None to empty it."""
     events = st.one_of(st.none(), st.integers(0, 3), st.integers(0, 40))
     return draw(rings), draw(laps), draw(st.lists(events, max_size=16))
 

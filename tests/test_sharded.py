@@ -1,4 +1,4 @@
-"""One buffer in shards over devices: the same on any number of them, and exact as one buffer."""
+"""Sharded buffers: the same on any number of devices, and as exact as a single buffer."""
 
 import copy
 import dataclasses
@@ -76,14 +76,14 @@ def mesh_of(devices, kind=AxisType.Auto):
 
 
 def rows(rng, *lead):
-    """Items of whole numbers, so that no two compilers round them differently."""
+    """Returns items of integers, so that rounding does not depend on the compiler."""
     number = lambda *shape: rng.integers(0, 100, (*lead, *shape)).astype(np.float32)
     after = {"observation": number(3), "reward": number(), "done": rng.random(lead) < 0.15}
     return {"observation": number(3), "next": after}
 
 
 def story(sharded, seed=0):
-    """What a training does, and all that it sees."""
+    """Calls the methods as training does; returns the final state and all results."""
     rng, found = np.random.default_rng(seed), []
     some = sharded.buffer.sampler
     given = {"priorities": rng.random((11, E)).astype(np.float32) * 4} if some.prioritized else {}
@@ -127,7 +127,7 @@ def test_windows_of_a_shard_are_runs():
 
 @pytest.mark.parametrize(("unit", "sampler"), FAMILIES)
 def test_each_shard_is_an_ordinary_buffer(unit, sampler):
-    """Data, slots and stamps are those that the shard's own description draws with its key."""
+    """Data, slots and stamps equal those that `sharded.part` draws with the shard's key."""
     sharded = jrb.Sharded(whole(unit, sampler), S)
     part, state = sharded.part, sharded.init(EXAMPLE)
     rng = np.random.default_rng(1)
@@ -156,7 +156,7 @@ MASSES = {
 
 
 def with_masses(name, sampler, length=4):
-    """A buffer whose anchors have these masses, and the masses `[S, length * E / S]`."""
+    """Returns a buffer, a state with these masses, and the masses, `[S, length * E / S]`."""
     rng = np.random.default_rng(0)
     sharded = jrb.Sharded(whole(sampler=sampler), S)
     state = sharded.extend(sharded.init(EXAMPLE), rows(rng, length, E))
@@ -168,7 +168,7 @@ def with_masses(name, sampler, length=4):
 
 
 def exact(masses, beta, normalize, drawn):
-    """P of each anchor, and its weight, in float64."""
+    """Returns the probability and the weight of each anchor, in float64."""
     chance, anchors = masses / masses.sum(), masses.size
     with np.errstate(divide="ignore", invalid="ignore"):
         weights = (anchors * chance) ** -beta * (S * masses.sum(1) / masses.sum())[:, None]
@@ -200,7 +200,7 @@ def test_weights_follow_the_formula(name, normalize):
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def many_draws(sharded, state, rounds):
-    """So many batches without their items."""
+    """Returns `rounds` batches without their items."""
     draw = lambda key: sharded.sample(state, key).replace(data=None)
     return jax.lax.map(draw, jax.random.split(jax.random.key(7), rounds))
 
@@ -233,7 +233,7 @@ def test_estimates_are_those_of_one_buffer(name):
 
 
 def weights_of(found, masses, beta):
-    """The weights of draws at another beta, from their probabilities."""
+    """Returns the weights of draws at `beta`, computed from their probabilities."""
     share = masses.sum(1) / masses.sum() * S
     share = np.broadcast_to(np.repeat(share, B // S), found.indices.shape)
     base = np.where(found.mask, masses.size * found.probabilities.astype(np.float64), 1)
@@ -244,7 +244,7 @@ COLLECTIVES = ["all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 
 def collectives(text):
-    """How many of each a compiled program has."""
+    """Counts the collectives of each kind in a compiled program."""
     count = lambda name: len(re.findall(rf"= [^=]*? {name}(?:-start)?\(", text))
     return {name: count(name) for name in COLLECTIVES if count(name)}
 
@@ -278,7 +278,7 @@ def test_only_a_draw_talks_and_nothing_of_the_rings_size_is_allocated(sampler):
     given["batch"] = sharded.sample(state, given["key"])
     for name, method in methods_of(sharded).items():
         if name != "draw" and sampler != "buffer":
-            continue  # what others write is the same
+            continue  # writes do not depend on the sampler
         compiled = jax.jit(method, donate_argnums=0).lower(state, given).compile()
         want = {} if sampler == "queue" or name != "draw" else {"all-gather": 1}
         if want and sampler == "prioritized":
@@ -616,7 +616,7 @@ def test_one_shard_is_the_buffer_also_without_environments():
 
 
 def held(buffer, state):
-    """What each environment holds, oldest first: items and priorities."""
+    """Returns the items and priorities of each environment, oldest first."""
     parts = buffer.split(state) if isinstance(buffer, jrb.Sharded) else {0: state}
     part = buffer.part if isinstance(buffer, jrb.Sharded) else buffer
     found = []
@@ -657,7 +657,7 @@ def test_other_shards_have_the_same_environments_with_their_priorities(unit, wri
     smaller = jrb.Sharded(dataclasses.replace(old.buffer, capacity=4 * E), 2)
     kept = held(smaller, jrb.rebuild(old, state, smaller))
     newest = [jax.tree.map(lambda leaf: leaf[-4:], one) for one in want]
-    if unit == "stacks":  # whose first frames have lost those before them
+    if unit == "stacks":  # the first stacks lost their older frames
         kept, newest = ([items for items, _ in each] for each in (kept, newest))
     assert_same(kept, newest)
 

@@ -1,4 +1,4 @@
-"""The sum-tree against a float64 reference: structure, search, draws, and what may never happen."""
+"""The sum-tree, compared with a float64 reference: structure, search, draws, and edge cases."""
 
 import functools
 import os
@@ -44,7 +44,7 @@ def floats(values):
 
 
 def put(tree, indices, masses):
-    """An update in calls of one size, so that all share one compilation for each shape."""
+    """Updates a tree in calls of one size, so that each tree shape is compiled once."""
     indices, masses = np.asarray(indices, np.int32), floats(masses)
     for begin in range(0, len(indices), MANY):
         some = slice(begin, begin + MANY)
@@ -72,7 +72,7 @@ def highest_mass(capacity):
 
 
 def expected_leaves(old, indices, masses):
-    """One after the other, and only those that may enter."""
+    """Returns the leaves after updates one by one; invalid ones are ignored, large ones clipped."""
     new = old.copy()
     for index, mass in zip(np.asarray(indices), floats(masses), strict=True):
         if 0 <= index < len(new) and np.isfinite(mass) and mass >= 0:
@@ -92,7 +92,7 @@ def same_bits(a, b):
 
 
 def parents_are_sums(tree):
-    """Every level, from the leaves up to the total, is summed again from the one below."""
+    """Returns True if every node equals the float32 sum of its children, bit for bit."""
     nodes, branching = np.asarray(tree.nodes), tree.branching
     level = np.asarray(leaves(tree))
     for depth in range(tree.depth, -1, -1):
@@ -105,18 +105,18 @@ def parents_are_sums(tree):
 
 
 def rounding(tree):
-    """How far a float32 sum over all levels may be from the exact one."""
+    """Returns a bound on the error of a float32 sum over all levels."""
     steps = tree.branching * (tree.depth + 2)
     return 2.0**-23 * steps * np.asarray(leaves(tree)).sum(dtype=np.float64)
 
 
 def ends(tree):
-    """Where each leaf ends on the line of all masses."""
+    """Returns the cumulative mass at the end of each leaf."""
     return np.cumsum(np.asarray(leaves(tree)), dtype=np.float64)
 
 
 def lies_in(tree, found, low, high):
-    """Whether the leaves found overlap [low, high], to rounding."""
+    """Returns True for each leaf that overlaps [low, high], up to rounding."""
     upper = ends(tree)[found]
     lower = upper - np.asarray(leaves(tree))[found]
     slack = rounding(tree)
@@ -124,7 +124,7 @@ def lies_in(tree, found, low, high):
 
 
 def chi_square(counts, masses):
-    """The statistic, and the highest one that passes."""
+    """Returns the chi-square statistic and the largest value that passes."""
     counts, masses = np.asarray(counts, np.float64), np.asarray(masses, np.float64)
     drawable = masses > 0
     if counts[~drawable].any():
@@ -141,7 +141,7 @@ def fits(counts, masses):
 
 
 def small_integers(capacity, seed=0):
-    """Masses whose sums are exact, a fifth of them zero, and one of them positive at least."""
+    """Returns masses with exact sums; about a fifth are zero, and at least one is positive."""
     masses = np.random.default_rng(seed).integers(0, 5, capacity)
     masses[capacity // 2] = 3
     return floats(masses)
@@ -158,7 +158,7 @@ batches = st.lists(
 
 
 def within(capacity, numbers):
-    """Mostly indices in range; some before it, behind it, and at its ends."""
+    """Returns indices that are mostly valid; some are negative or past the end."""
     return [n if n < 0 else n % (capacity + 2) for n in numbers]
 
 
@@ -277,7 +277,7 @@ def test_stratified_draws_hit_each_of_equal_leaves_once(branching):
 
 
 def widest_node_drawn_anew(tree):
-    """The mass of the largest node inside which a draw is made anew; 0 in a small tree."""
+    """Returns the largest mass of a node inside which positions are redrawn; 0 in a small tree."""
     levels = [level for level in range(tree.depth) if tree.width(level) >= 2048]
     if not levels:
         return 0.0
@@ -286,7 +286,7 @@ def widest_node_drawn_anew(tree):
 
 
 def strata_kept(tree, batch_size, key):
-    """For each of the sorted draws, whether it overlaps the stratum of its number, or nearly so."""
+    """Returns True for each sorted draw that overlaps its stratum, up to the mass of a redraw."""
     drawn = np.sort(sample(tree, key, batch_size, True))
     part, slack = float(total(tree)) / batch_size, widest_node_drawn_anew(tree)
     number = np.arange(batch_size)
@@ -371,7 +371,7 @@ def test_one_tiny_leaf_among_zeros_is_every_draw(capacity, branching, stratified
 
 
 def beyond(tree):
-    """Points at the top of the range and past it."""
+    """Returns points at the top of the range and past it."""
     whole = np.float32(total(tree))
     near = [np.nextafter(whole, np.float32(0)), whole, np.nextafter(whole, np.float32(np.inf))]
     return floats([*near, whole * np.float32(1.5), TOP, np.inf])
@@ -414,7 +414,7 @@ def test_a_mass_that_arithmetic_takes_for_none_is_drawn(mass):
     for update in (sum_tree.update, jax.jit(sum_tree.update)):
         masses = np.array([0, mass]) if mass.dtype == float else jnp.array([0, mass])
         if update is not sum_tree.update and masses.dtype == float:
-            continue  # which jit would make a float32
+            continue  # jit would convert the masses to float32
         tree = update(sum_tree.init(40), jnp.array([3, 7]), masses)
         assert sum_tree.total(tree) > 0
         assert set(sum_tree.sample(tree, jax.random.key(0), 16).tolist()) == {7}
@@ -610,7 +610,7 @@ def ten_million_equal(branching):
 
 
 def dispersion(draws):
-    """Variance over mean of the counts of 10^7 leaves; 1 for independent and uniform draws."""
+    """Returns variance over mean of the counts of 10^7 leaves; 1 for independent, uniform draws."""
     counts = np.bincount(np.concatenate(draws), minlength=10_000_000)
     assert counts.shape == (10_000_000,)
     return counts.var() / counts.mean()
@@ -684,7 +684,7 @@ def test_the_last_leaf_of_a_huge_tree_is_found(capacity, branching):
 
 
 def test_trees_of_any_sizes_are_searched_in_one_optimized_program():
-    """In a process without the flags of the tests, which leave out what compilers may get wrong."""
+    """Runs without the tests' XLA flags, which disable optimizations that may be wrong."""
     program = """
 import jax, jax.numpy as jnp
 from jrb import sum_tree

@@ -1,4 +1,4 @@
-"""Every kind of part under the switches by which JAX finds mistakes, or computes otherwise."""
+"""Every kind of part under JAX's debugging switches and other settings that change results."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ HINDSIGHT = jrb.Hindsight(
     next_goal=None,
 )
 RUNNING = (jrb.transforms.RunningNormalize(), jrb.transforms.RunningRewardScale())
-PARTS = {  # each sampler, unit, writer and storage at least once
+PARTS = {  # each sampler and unit, and most writers and storages
     "uniform": {"sampler": jrb.Uniform(replacement=False)},
     "n-step": {"sampler": jrb.Prioritized(), "unit": jrb.NStep(2, 0.9)},
     "counted": {
@@ -60,7 +60,7 @@ SWITCHES = {
     "custom keys": {"jax_enable_custom_prng": True},
     "no transfers": {},
 }
-ALL = ["rank promotion"]  # every composition; of the others, some
+ALL = ["rank promotion"]  # tested with every composition; the other switches with some
 SOME = ["n-step", "windows", "counted", "buffer's weights"]
 
 
@@ -77,7 +77,7 @@ def switched(switch):
 
 
 def rows(length, *lead):
-    """Made by NumPy, so that making them is no part of what is tested."""
+    """Returns rows made by NumPy, so that the switches do not apply to making them."""
 
     def leaf(like):
         number = np.arange(length) % 6 == 5 if like.dtype == bool else np.arange(length) % 7 + 1
@@ -91,7 +91,7 @@ def rows(length, *lead):
 
 @functools.cache
 def given(key_style):
-    """What methods are given, on the device."""
+    """Returns the arguments of the methods, on the device."""
     arrays = {
         "many": rows(7, E),
         "one": jax.tree.map(lambda leaf: leaf[0], rows(1, E)),
@@ -108,7 +108,7 @@ def given(key_style):
 
 
 def run(buffer, its):
-    """Most methods, compiled."""
+    """Calls most methods, compiled."""
     methods = jrb.jitted(buffer)
     state = methods.extend(methods.init(ITEM), its["many"])
     if buffer.writer.blocks_when_full:
@@ -135,7 +135,7 @@ def run(buffer, its):
 
 def cases():
     for switch in SWITCHES:
-        some = SOME if switch != "no jit" else ["windows"]  # where each operation is a call
+        some = SOME if switch != "no jit" else ["windows"]  # eager calls are slow
         for parts in PARTS if switch in ALL else some:
             is_slow = switch not in ("x64", "nans") or parts != "n-step"
             marks = [pytest.mark.slow] if is_slow else []

@@ -1,4 +1,4 @@
-"""What a `with` statement sets in JAX holds for one thread; the threads of jrb take it over."""
+"""JAX settings of a `with` statement hold for one thread; the threads of jrb inherit them."""
 
 import functools
 
@@ -24,7 +24,7 @@ def wide():
 
 
 def item(number):
-    """Numbers that no array of 32 bits has."""
+    """Returns an item most of whose leaves need 64 bits."""
     return {
         "float": jnp.float64(0.1) + jnp.float64(number),
         "signed": jnp.int64(-(2**40)) - jnp.int64(number),
@@ -47,7 +47,7 @@ def equal(found, expected):
 
 
 def busy(number):
-    """Work after which XLA makes its calls of the host from a thread of its own."""
+    """Returns `number` after work that makes XLA run host callbacks in another thread."""
     matrix = jnp.ones((800, 800), jnp.float32)
     power = functools.reduce(
         lambda power, _: power @ matrix / 800, range(6), matrix + jnp.float32(number.sum())

@@ -1,4 +1,4 @@
-"""What a type checker of users sees."""
+"""The types that users' type checkers see."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Programs on a system without flock, open folders and much else, as on Windows; see `windows`."""
+"""Programs on a simulated Windows, which lacks flock and much else; see tests/windows.py."""
 
 import subprocess
 import sys
@@ -70,7 +70,7 @@ RAISES = {
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """A folder, and checkpoints that another system has made."""
+    """Returns the paths of a folder and of checkpoints that were saved outside the simulation."""
     folder = tmp_path_factory.mktemp("windows")
     buffer = jrb.ReplayBuffer(4)
     state = buffer.extend(buffer.init({"x": jnp.float32(0)}), {"x": jnp.arange(2.0)})

@@ -1,4 +1,4 @@
-"""Values written back into the rows of windows: real rows only, and only what is still there."""
+"""`set` with a sample of windows writes only real rows that are still stored."""
 
 import functools
 
@@ -35,14 +35,14 @@ def made(unit, count=6, ends=(), **parts):
 
 
 def latents_of(sample, length=None):
-    """Another value for each row of the batch, `[B, L, 4]`."""
+    """Returns a different value for each row of the batch, `[B, L, 4]`."""
     shape = sample.mask.shape if length is None else (sample.mask.shape[0], length)
     values = 1 + np.arange(np.prod(shape), dtype=np.float32).reshape(*shape, 1)
     return np.broadcast_to(values, (*shape, 4)).copy()
 
 
 def expected(buffer, state, numbers, mask, values):
-    """Latents by slot: of rows that are real and still hold what was drawn, the last value."""
+    """Returns the expected latents by slot: the last value given for each real, stored row."""
     held = np.asarray(buffer.take(state, jnp.arange(buffer.capacity))["number"])
     latents = np.asarray(buffer.take(state, jnp.arange(buffer.capacity))["latent"]).copy()
     for number, real, value in zip(
@@ -68,7 +68,7 @@ UNITS = {
     "later", [0, 5, *(pytest.param(later, marks=pytest.mark.slow) for later in (3, 9))]
 )
 def test_real_rows_that_are_still_there_are_written(unit, later):
-    buffer, state = made(unit, 11, ends=(1, 4, 8))  # windows go around the ring's end
+    buffer, state = made(unit, 11, ends=(1, 4, 8))  # windows wrap around the end of the ring
     sample = buffer.sample(state, jax.random.key(0))
     state = buffer.extend(state, rows(11, later)) if later else state
     values, numbers = latents_of(sample), np.asarray(sample.data["number"])

@@ -1,8 +1,8 @@
-"""As much of Windows as a program on another system can be given: `python -m tests.windows`.
+"""Simulates parts of Windows on another system: `python -m tests.windows` runs a program on stdin.
 
-Modules and functions that Windows lacks are hidden once the libraries that jrb needs are imported;
-folders cannot be opened, and files only in binary mode. Then the program on stdin runs. Names of
-files, sharing of open files, and what h5py and pyarrow do on Windows are not simulated.
+After the libraries that jrb needs are imported, modules and functions that Windows lacks are
+hidden, and folders can no longer be opened. Text mode, file names, the sharing of open files, and
+the behaviour of h5py and pyarrow on Windows are not simulated.
 """
 
 import os
@@ -22,7 +22,7 @@ _FUNCTIONS = (
 
 
 def hide():
-    """Takes away what Windows lacks."""
+    """Hides the modules and functions that Windows lacks."""
     for name in _MODULES:
         sys.modules[name] = None
     for name in _FUNCTIONS:
@@ -44,6 +44,6 @@ def _opening(real):
 
 
 if __name__ == "__main__":
-    jax.block_until_ready(jax.numpy.zeros(2))  # starts what JAX has of threads
+    jax.block_until_ready(jax.numpy.zeros(2))  # starts JAX's threads
     hide()
     exec(compile(sys.stdin.read(), "<stdin>", "exec"), {"__name__": "__main__"})

@@ -1,4 +1,4 @@
-"""Benchmarks without peers: each is a module with `run`, and has results of its own form."""
+"""Benchmarks without peers: each is a module with `run` and its own form of results."""
 
 import importlib
 import pathlib
@@ -11,20 +11,20 @@ GROUPS = ("remote", "scale", "skew", "offline")
 
 
 def about(group: str) -> str:
-    """What a group is, in a line."""
+    """Returns the description of a group in one line."""
     module = importlib.import_module(f"{__name__}.{group}")
     return (module.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
 
 
 def run(group: str, wanted: Wanted) -> dict[str, Any]:
-    """What came out of a group: a JSON object."""
+    """Runs a group and returns its results as a JSON object."""
     found = importlib.import_module(f"{__name__}.{group}").run(wanted)
     told = {"group": group, "about": about(group), "quick": wanted.quick}
     return told | {"machine": machine.about(("ray", "torchrl"))} | found
 
 
 def draw(result: dict[str, Any], path: pathlib.Path) -> bool:
-    """Writes the picture of a group that has one; whether it has."""
+    """Writes the plot of a group; returns False if the group has none."""
     picture = getattr(importlib.import_module(f"{__name__}.{result['group']}"), "picture", None)
     if picture is None:
         return False

@@ -33,14 +33,14 @@ optimizer = optax.adam(1e-3)
 
 
 def scores(params: Any, observation: jax.Array) -> jax.Array:
-    """How likely each action is, before a softmax, `[..., A]`."""
+    """Returns the logits of all actions, `[..., A]`."""
     hidden = jnp.tanh(observation @ params["w0"] + params["b0"])
     hidden = jnp.tanh(hidden @ params["w1"] + params["b1"])
     return hidden @ params["w2"] + params["b2"]
 
 
 def begun(key: jax.Array, width: int, actions: int) -> Any:
-    """The parameters of a network with two hidden layers."""
+    """Returns the initial parameters of a network with two hidden layers."""
     sizes = [width, HIDDEN, HIDDEN, actions]
     params = {}
     for number, (rows, columns) in enumerate(itertools.pairwise(sizes)):
@@ -54,7 +54,7 @@ def begun(key: jax.Array, width: int, actions: int) -> Any:
 def trained(
     buffer: jrb.ReplayBuffer, state: jrb.BufferState, learner: Any, key: jax.Array
 ) -> tuple[Any, jax.Array]:
-    """The learner after some steps, and the mean of the losses."""
+    """Returns the learner after `STEPS` steps, and the mean loss."""
 
     def loss(params: Any, data: Any) -> jax.Array:
         found = scores(params, data["observation"])
@@ -73,12 +73,12 @@ def trained(
 
 @jax.jit
 def likeliest(params: Any, observation: jax.Array) -> jax.Array:
-    """What the policy does, `[...]`."""
+    """Returns the most likely actions, `[...]`."""
     return scores(params, observation).argmax(axis=-1)
 
 
 def played(params: Any, environment: str, seed: int) -> list[float]:
-    """The returns of some episodes, all played side by side."""
+    """Returns the returns of `EPISODES` episodes, played in parallel environments."""
     mode = gymnasium.vector.AutoresetMode.SAME_STEP
     envs = gymnasium.make_vec(
         environment, EPISODES, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode}
@@ -94,7 +94,7 @@ def played(params: Any, environment: str, seed: int) -> list[float]:
 
 
 def cloned(path: str) -> dict[str, Any]:
-    """Trains and plays; what came of it."""
+    """Trains and evaluates a policy; returns the results."""
     start = time.perf_counter()
     dataset = jrb.datasets.open(path)
     environment = dataset.metadata["env_spec"]["id"]
@@ -121,7 +121,7 @@ def cloned(path: str) -> dict[str, Any]:
 
 
 def picture(result: dict[str, Any]) -> Any:
-    """Returns over steps of training, beside those that were recorded, as a figure."""
+    """Draws a figure of the returns over training steps, with the mean return of the dataset."""
     figure = wording.require("matplotlib.figure", "demo").Figure((6.4, 4), layout="constrained")
     axes, steps = figure.subplots(), STEPS * np.arange(1, PARTS + 1)
     returns = np.array(result["returns"])
@@ -137,6 +137,6 @@ def picture(result: dict[str, Any]) -> Any:
 
 
 def run(wanted: Wanted) -> dict[str, Any]:
-    """What came of it, in a row."""
+    """Returns the results as a single row."""
     found = cloned(str(RECORDED))
     return {"rows": [{"what": found["environment"], **found}]}

@@ -26,11 +26,11 @@ from ..workloads.case import Wanted
 FRAME = (84, 84, 4)
 BATCH, DEPTH, IN_FLIGHT = 256, 8, 4
 FRAMES, SMALL = 200, 2000
-"""Timesteps in one call."""
+"""Timesteps per call."""
 
 
 def item(frame: bool) -> dict:
-    """One transition: of 28 kB, or of a few numbers."""
+    """Returns one transition, with a frame of 28 kB or with four floats."""
     seen = np.zeros(FRAME, np.uint8) if frame else np.zeros(4, np.float32)
     return {
         "observation": seen,
@@ -40,21 +40,22 @@ def item(frame: bool) -> dict:
 
 
 def chunk(frame: bool, length: int) -> dict:
-    """Timesteps of one stream."""
+    """Returns `length` timesteps of one stream."""
     rng = np.random.default_rng(0)
     make = lambda leaf: rng.integers(0, 2, (length, *np.shape(leaf))).astype(leaf.dtype)
     return jax.tree.map(make, item(frame))
 
 
 def nbytes(items: Any) -> int:
-    """Of all leaves."""
+    """Returns the total bytes of all leaves."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(items))
 
 
 class Bare:
-    """What Ray alone costs: takes items and forgets them, gives the same batch again and again.
+    """An actor without a buffer, which measures the cost of Ray: it discards all added items.
 
-    Or one that NumPy makes of other items each time, which is the least that a buffer does.
+    `draw` always returns the same batch; `take` gathers random items with NumPy, the least work
+    of a buffer.
     """
 
     def __init__(self) -> None:
@@ -62,26 +63,26 @@ class Bare:
         self._items = [np.repeat(leaf, 4000 // BATCH, axis=0) for leaf in self._batch]
 
     def extend(self, leaves: list[np.ndarray]) -> None:
-        """Looks at nothing."""
+        """Discards the items."""
 
     def draw(self) -> list[np.ndarray]:
-        """The same batch."""
+        """Returns the same batch each time."""
         return self._batch
 
     def take(self) -> list[np.ndarray]:
-        """Any items."""
+        """Returns a batch of random items."""
         rows = self._rng.integers(0, len(self._items[0]), BATCH)
         return [leaf[rows] for leaf in self._items]
 
 
 class Feeder:
-    """An actor that sends the same timesteps again and again."""
+    """An actor that repeatedly sends the same timesteps."""
 
     def __init__(self, target: Any, stream: int) -> None:
         self._target, self._stream = target, stream
 
     def run(self, frame: bool, length: int, calls: int) -> float:
-        """Seconds until all of them are written."""
+        """Returns the seconds until all timesteps are written."""
         items = chunk(frame, length)
         start = time.perf_counter()
         if isinstance(self._target, Remote):
@@ -99,18 +100,18 @@ class Feeder:
 
 
 def feeders(target: Any) -> list[Any]:
-    """Two of them."""
+    """Starts two feeders of a target."""
     return [ray.remote(num_cpus=0)(Feeder).remote(target, stream) for stream in range(2)]
 
 
 def fed(those: list[Any], frame: bool, length: int, calls: int) -> float:
-    """Timesteps a second, of both together."""
+    """Returns the timesteps per second of all feeders together."""
     seconds = max(ray.get([feeder.run.remote(frame, length, calls) for feeder in those]))
     return len(those) * length * calls / seconds
 
 
 def drawn(next_batch: Callable[[], Any], count: int) -> float:
-    """Seconds for a batch; the first ones, drawn while others were measured, are not counted."""
+    """Returns the seconds per batch, without the `DEPTH` batches that were drawn ahead."""
     for _ in range(DEPTH):
         next_batch()
     start = time.perf_counter()
@@ -120,7 +121,7 @@ def drawn(next_batch: Callable[[], Any], count: int) -> float:
 
 
 def bare_batches(ask: Callable[[], Any]) -> Callable[[], Any]:
-    """As many calls under way as draws are."""
+    """Returns a function that gives the next batch and keeps `DEPTH` calls in flight."""
     line = collections.deque(ask() for _ in range(DEPTH))
 
     def following() -> Any:
@@ -131,13 +132,13 @@ def bare_batches(ask: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def buffer(frame: bool, storage: Any, capacity: int) -> jrb.ReplayBuffer:
-    """A prioritized one of three-step returns."""
+    """Returns a prioritized buffer of three-step returns."""
     parts: dict[str, Any] = {"sampler": jrb.Prioritized(), "unit": jrb.NStep(3, 0.99)}
     return jrb.ReplayBuffer(capacity, batch_size=BATCH, storage=storage, **parts)
 
 
 def frames(storage: Any, rounds: int, calls: int, capacity: int = 20_000) -> list[dict]:
-    """Adds and draws of frames, beside Ray alone."""
+    """Compares adds and draws of frames with Ray alone."""
     bare = ray.remote(num_cpus=0)(Bare).remote()
     size = nbytes(item(True))
     found: dict[str, list[float]] = collections.defaultdict(list)
@@ -162,7 +163,7 @@ def frames(storage: Any, rounds: int, calls: int, capacity: int = 20_000) -> lis
 
 
 def small(rounds: int, calls: int) -> list[dict]:
-    """Adds of small items."""
+    """Compares adds of small items with Ray alone."""
     found: dict[str, list[float]] = collections.defaultdict(list)
     bare = ray.remote(num_cpus=0)(Bare).remote()
     made = buffer(False, jrb.DeviceStorage(), 1_000_000)
@@ -177,13 +178,13 @@ def small(rounds: int, calls: int) -> list[dict]:
 
 
 class TorchFeeder:
-    """An actor that sends the same timesteps to TorchRL's buffer again and again."""
+    """An actor that repeatedly sends the same timesteps to TorchRL's buffer."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def run(self, frame: bool, length: int, calls: int) -> float:
-        """Seconds until all of them are written: its calls wait for that."""
+        """Returns the seconds until all timesteps are written; each call blocks until then."""
         items = torch_items(chunk(frame, length))
         start = time.perf_counter()
         for _ in range(calls):
@@ -192,7 +193,7 @@ class TorchFeeder:
 
 
 def torch_items(items: dict) -> Any:
-    """Items in a TensorDict."""
+    """Converts items to a TensorDict."""
     import torch
     from tensordict import TensorDict
 
@@ -200,7 +201,7 @@ def torch_items(items: dict) -> Any:
 
 
 def beside_torchrl(rounds: int, calls: int, capacity: int = 20_000) -> list[dict]:
-    """Adds of frames and uniform draws, each of which is waited for, beside RayReplayBuffer."""
+    """Compares adds of frames and blocking uniform draws with RayReplayBuffer."""
     from torchrl.data import LazyTensorStorage, RayReplayBuffer
 
     found: dict[str, list[float]] = collections.defaultdict(list)
@@ -229,7 +230,7 @@ def beside_torchrl(rounds: int, calls: int, capacity: int = 20_000) -> list[dict
 
 
 def row(what: str, ours: list[float], bare: list[float], best: Callable) -> dict:
-    """One comparison."""
+    """Returns one row of the results."""
     ratios = np.array(ours) / np.array(bare)
     return {
         "what": what,
@@ -242,11 +243,11 @@ def row(what: str, ours: list[float], bare: list[float], best: Callable) -> dict
 
 
 def run(wanted: Wanted) -> dict[str, Any]:
-    """A row for each comparison; and the load of the machine, before and after."""
+    """Returns a row per comparison, and the load of the machine before and after."""
     rounds, calls = wanted.pick((2, 10), (7, 100))
     ray.init(include_dashboard=False, object_store_memory=500_000_000, log_to_driver=False)
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find it
-    load = [os.getloadavg()[0]]  # of all that runs here: this, and what else there is
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this module
+    load = [os.getloadavg()[0]]  # of this benchmark and all other programs
     try:
         rows = frames(jrb.DeviceStorage(), rounds, calls)
         rows += frames(jrb.MemmapStorage(), rounds, calls)

@@ -22,7 +22,7 @@ Body = Callable[[Any, Any], Any]
 
 
 def filled(n: int, sampler: Any, shards: int) -> tuple[Any, Any]:
-    """A full buffer, or shards of one, written in pieces of a million."""
+    """Returns a full buffer, sharded if `shards` > 1, and its state."""
     buffer: Any = jrb.ReplayBuffer(n, num_envs=E, batch_size=B, sampler=sampler)
     if shards > 1:
         buffer = jrb.Sharded(buffer, shards)
@@ -36,12 +36,12 @@ def filled(n: int, sampler: Any, shards: int) -> tuple[Any, Any]:
 
 
 def add(buffer: Any) -> Body:
-    """A row of 16."""
+    """Returns a step that adds a row of 16 items."""
     return lambda carry, key: (buffer.add(carry[0], {"x": carry[1][:E] + 1}), carry[1] + 1)
 
 
 def draw(buffer: Any) -> Body:
-    """256 items."""
+    """Returns a step that samples 256 items."""
 
     def body(carry: Any, key: jax.Array) -> Any:
         return carry[0], buffer.sample(carry[0], key).data["x"] + carry[1]
@@ -50,7 +50,7 @@ def draw(buffer: Any) -> Body:
 
 
 def update(buffer: Any) -> Body:
-    """256 items, and then their priorities."""
+    """Returns a step that samples 256 items and updates their priorities."""
 
     def body(carry: Any, key: jax.Array) -> Any:
         sample = buffer.sample(carry[0], key)
@@ -61,7 +61,7 @@ def update(buffer: Any) -> Body:
 
 
 def cycle(buffer: Any) -> Body:
-    """A row, 256 items, and their priorities."""
+    """Returns a step that adds a row, samples 256 items and updates their priorities."""
     one, other = add(buffer), update(buffer)
     return lambda carry, key: other(one(carry, key), key)
 
@@ -79,7 +79,7 @@ TASKS = (
 
 
 def program(body: Body, carry: Any) -> timing.Program:
-    """So many steps in a compiled scan, with the carry donated."""
+    """Returns a program of `STEPS` steps in one compiled scan, with the carry donated."""
     keys = jax.random.split(jax.random.key(0), STEPS)
     scan = lambda carry, keys: jax.lax.scan(lambda c, key: (body(c, key), None), carry, keys)[0]
     run = jax.jit(scan, donate_argnums=0).lower(carry, keys).compile()
@@ -93,7 +93,7 @@ def program(body: Body, carry: Any) -> timing.Program:
 
 
 def measured(n: int, rounds: int) -> list[dict]:
-    """All tasks at one N, in turn."""
+    """Times all tasks at one N in turn; returns a row per task."""
     programs, sizes = {}, {}
     for what, sampler, shards, make in TASKS:
         buffer, state = filled(n, sampler, shards)
@@ -116,14 +116,14 @@ def measured(n: int, rounds: int) -> list[dict]:
 
 
 def run(wanted: Wanted) -> dict[str, Any]:
-    """All tasks at each N, 100 rounds."""
+    """Runs all tasks at each N, 100 rounds (10 if quick)."""
     sizes = wanted.pick((10**4, 10**5), (10**4, 10**5, 10**6, 10**7, 10**8))
     rows = [row for n in sizes for row in measured(n, wanted.pick(10, 100))]
     return {"rows": together(rows)}
 
 
 def together(rows: list[dict]) -> list[dict]:
-    """A row for each task, with the figures of each N."""
+    """Merges the rows of each task into one row with the figures of each N."""
     found = {}
     for row in rows:
         task = found.setdefault(row["what"], {"what": row["what"], "n": {}})

@@ -23,7 +23,7 @@ BUFFER = jrb.ReplayBuffer(LENGTH * S, num_envs=S, batch_size=B, sampler=SAMPLER)
 
 
 def masses(name: str) -> np.ndarray:
-    """Priorities `[T, S]`, float32: a column for each shard."""
+    """Returns the priorities `[T, S]`, float32, of a case; each column is a shard."""
     rng = np.random.default_rng(0)
     found = 0.5 + rng.random((LENGTH, S))
     if name == "lognormal shards":
@@ -47,7 +47,7 @@ CASES = (
 
 
 def draws(buffer: Any, given: np.ndarray, beta: float, rounds: int) -> Any:
-    """Samples `[rounds, B]`, of items that know their time and their environment."""
+    """Returns samples `[rounds, B]`; the item of time t and environment e holds `t * S + e`."""
     time, env = np.indices(given.shape, np.int32)
     state = buffer.extend(buffer.init({"at": jnp.int32(0)}), {"at": time * S + env}, None, given)
     draw = jax.jit(lambda keys: jax.lax.map(lambda key: buffer.sample(state, key, beta=beta), keys))
@@ -55,7 +55,10 @@ def draws(buffer: Any, given: np.ndarray, beta: float, rounds: int) -> Any:
 
 
 def exact(given: np.ndarray, beta: float, shards: int) -> np.ndarray:
-    """The weight of each item, in float64: `(n P_i)^-beta S M_s / M`; one shard is one buffer."""
+    """Returns the weight of each item in float64: `(n P_i)^-beta S M_s / M`.
+
+    A buffer that is not sharded has `shards` = 1, and no factor `S M_s / M`.
+    """
     mass = given.astype(np.float64)
     part = mass.sum(axis=0) / mass.sum() if shards > 1 else np.ones(S)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -64,7 +67,7 @@ def exact(given: np.ndarray, beta: float, shards: int) -> np.ndarray:
 
 
 def row(name: str, beta: float, rounds: int) -> dict:
-    """How well one case is drawn."""
+    """Measures one case; returns a row of the results."""
     given, means, errors = masses(name), [], []
     values = np.random.default_rng(1).normal(size=given.size)
     for shards, buffer in ((S, jrb.Sharded(BUFFER, S)), (1, BUFFER)):
@@ -89,6 +92,6 @@ def row(name: str, beta: float, rounds: int) -> dict:
 
 
 def run(wanted: Wanted) -> dict[str, Any]:
-    """A row for each case and beta, of 2,000 batches."""
+    """Returns a row per case and beta, each from 2,000 batches (100 if quick)."""
     rounds = wanted.pick(100, 2000)
     return {"rows": [row(name, beta, rounds) for name in CASES for beta in BETAS]}

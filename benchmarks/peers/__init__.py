@@ -1,4 +1,4 @@
-"""The libraries that are compared. A new peer is a class in a file here, and a line below."""
+"""The compared libraries. To add a peer, add a class in a file here and a line below."""
 
 from .brax import Brax
 from .cpprb import Cpprb
@@ -29,10 +29,10 @@ ALL: tuple[Peer, ...] = (
 
 
 def chosen(names: list[str] | None = None) -> list[Peer]:
-    """Those with these names, and jrb, to which all are compared; None for all.
+    """Returns the peers with these names, and jrb, the baseline; all peers if `names` is None.
 
     Raises:
-        ValueError: there is none with such a name.
+        ValueError: a name is not that of a peer.
     """
     if names is None:
         return list(ALL)
@@ -44,5 +44,5 @@ def chosen(names: list[str] | None = None) -> list[Peer]:
 
 
 def packages() -> tuple[str, ...]:
-    """All that peers need, as it is installed."""
+    """Returns the names under which pip installs the packages of all peers."""
     return tuple(dict.fromkeys(name for peer in ALL for name in peer.packages.values()))

@@ -13,7 +13,7 @@ _ROLLED = 400 << 20
 
 
 class Brax(Peer):
-    """Pure functions of a state, whose items are rows of one array of one dtype."""
+    """Pure functions of a state that stores items as rows of one array of one dtype."""
 
     name = "brax"
     packages = {"brax": "brax"}
@@ -23,7 +23,7 @@ class Brax(Peer):
     most = 10**6
 
     def steps(self, setup: Setup, asked: int) -> int:
-        """So many that some 400 MB are rolled."""
+        """Limits the steps so that they roll about 400 MB, to at least 3 steps."""
         rolled = setup.capacity * items.width(setup.items)
         return int(np.clip(_ROLLED // rolled, 3, max(3, asked)))
 

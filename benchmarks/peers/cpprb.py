@@ -10,7 +10,7 @@ from .peer import Buffer, Drawn, Peer
 
 
 class Cpprb(Peer):
-    """Items in arrays on the host, by name."""
+    """A buffer of named arrays on the host."""
 
     name = "cpprb"
     packages = {"cpprb": "cpprb"}

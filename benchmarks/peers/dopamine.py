@@ -1,4 +1,4 @@
-"""Dopamine: the replay memory of its JAX agents, with an accumulator that lets items through."""
+"""Dopamine: the replay memory of its JAX agents, with an accumulator that passes items on."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ from .peer import Buffer, Drawn, Peer
 
 
 class Through:
-    """An accumulator of items that are whole transitions already."""
+    """An accumulator for items that are already complete transitions."""
 
     def accumulate(self, transition: Any) -> list[Any]:
-        """The same."""
+        """Returns the transition in a list."""
         return [transition]
 
     def clear(self) -> None:
-        """Forgets nothing, as nothing is kept."""
+        """Does nothing: the accumulator has no state."""
 
 
 class Dopamine(Peer):
-    """Items as Python objects in a dict, added one by one."""
+    """A buffer that stores items as Python objects in a dict, added one by one."""
 
     name = "Dopamine"
     packages = {"dopamine": "dopamine-rl", "snappy": "python-snappy", "gin": "gin-config"}
@@ -60,7 +60,7 @@ class Dopamine(Peer):
 
 
 def _made(setup: Setup) -> tuple[Any, Any]:
-    """An empty buffer, and what makes an item of rows and a place in them."""
+    """Returns an empty buffer, and a function from rows and an index to an item."""
     from dopamine.jax.replay_memory import elements, replay_buffer, samplers
 
     sampler = samplers.UniformSamplingDistribution(0)

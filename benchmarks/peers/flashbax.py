@@ -63,7 +63,7 @@ def _items(setup: Setup) -> Any:
 
 
 def _device(setup: Setup) -> dict[str, str]:
-    """For which device it is to choose how priorities are set."""
+    """Returns the device option, by which flashbax chooses how to set priorities."""
     return {"device": jax.default_backend()} if setup.prioritized else {}
 
 
@@ -83,7 +83,7 @@ def _trajectories(setup: Setup) -> Any:
 
 
 def _written(state: Any, add: Any, piece: Any, as_items: bool) -> Any:
-    """The state after a piece `[T, E, ...]`, 5,000 rows at a time, as larger ones take long."""
+    """Adds a piece `[T, E, ...]`, 5,000 rows per call, because larger calls are slow."""
     turned = lambda leaf: leaf.reshape(-1, *leaf.shape[2:]) if as_items else leaf.swapaxes(0, 1)
     whole = jax.tree.map(turned, piece)
     total = jax.tree.leaves(whole)[0].shape[0 if as_items else 1]
@@ -95,7 +95,7 @@ def _written(state: Any, add: Any, piece: Any, as_items: bool) -> Any:
 
 
 def _drawn(setup: Setup, found: Any) -> Any:
-    """What is wanted, made of windows `[B, L, ...]`."""
+    """Computes the unit's items from windows `[B, L, ...]`."""
     if setup.unit == "n-step":
         powers = wanted.DISCOUNT ** np.arange(wanted.STEPS, dtype=np.float32)
         first = jax.tree.map(lambda leaf: leaf[:, 0], found)

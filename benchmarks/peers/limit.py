@@ -13,11 +13,11 @@ from ..setup import Setup
 from .peer import Buffer, Drawn, Peer
 
 BATCHES = 64
-"""Batches of indices that are drawn before, and used in turn."""
+"""Number of batches of indices, drawn beforehand."""
 
 
 class Limit(Peer):
-    """Plain arrays in JAX."""
+    """Plain JAX arrays."""
 
     name = "limit"
     on_device = True
@@ -27,7 +27,7 @@ class Limit(Peer):
     most = 10**9
 
     def full(self, setup: Setup) -> Buffer:
-        """Arrays that hold all items."""
+        """Returns arrays that hold all items."""
         state = {
             "rows": _filled(setup),
             "indices": jnp.asarray(given(setup), jnp.int32),
@@ -61,7 +61,10 @@ class Limit(Peer):
 
 
 def given(setup: Setup) -> np.ndarray:
-    """Slots `[64, B]`, on both sides of which `LENGTH` rows are held, or a third of all."""
+    """Returns slots `[64, B]`, with a margin on both sides for units of several rows.
+
+    The margin is `LENGTH` rows, at most a third of all rows.
+    """
     rng, room = np.random.default_rng(0), 0
     if setup.unit != "transition":
         room = min(wanted.LENGTH, setup.capacity // setup.envs // 3) * setup.envs
@@ -69,7 +72,7 @@ def given(setup: Setup) -> np.ndarray:
 
 
 def _filled(setup: Setup) -> Any:
-    """All items, leaves `[N, ...]`."""
+    """Returns all items, leaves `[N, ...]`."""
     blank = lambda leaf: jnp.zeros((setup.capacity, *leaf.shape), leaf.dtype)
     rows, first = jax.tree.map(blank, items.example(setup.items)), 0
     write = jax.jit(_put, donate_argnums=0)
@@ -86,7 +89,7 @@ def _put(rows: Any, part: Any, first: jax.Array) -> Any:
 
 
 def _gathered(setup: Setup, rows: Any, at: jax.Array) -> Any:
-    """What is wanted around these slots."""
+    """Gathers the unit's items at these slots."""
     take = lambda leaf, at: leaf.at[at].get(mode="promise_in_bounds")
     ahead = lambda count: at[:, None] + setup.envs * jnp.arange(count, dtype=jnp.int32)
     if setup.unit in wanted.WINDOWS:

@@ -12,7 +12,7 @@ from .take import filled
 
 
 class Tree:
-    """A binary sum-tree over at least N masses, float64, all levels in one array, root first."""
+    """A binary sum-tree over N masses, float64, with all levels in one array, root first."""
 
     def __init__(self, count: int) -> None:
         self._leaves = 1 << (count - 1).bit_length()
@@ -24,7 +24,7 @@ class Tree:
             level //= 2
 
     def set(self, at: np.ndarray, masses: Any) -> None:
-        """New masses; the last one of duplicates counts."""
+        """Sets masses; the last value of a duplicate index wins."""
         nodes = at + self._leaves
         self.nodes[nodes] = masses
         while nodes[0] > 1:
@@ -32,7 +32,7 @@ class Tree:
             self.nodes[nodes] = self.nodes[2 * nodes] + self.nodes[2 * nodes + 1]
 
     def find(self, sums: np.ndarray) -> np.ndarray:
-        """The leaves at these running sums."""
+        """Returns the leaves at these cumulative sums."""
         nodes = np.ones(len(sums), np.int64)
         while nodes[0] < self._leaves:
             nodes = 2 * nodes
@@ -44,7 +44,7 @@ class Tree:
 
 
 class NumPyArrays(Peer):
-    """Arrays on the host, and batches there."""
+    """NumPy arrays on the host; batches stay on the host."""
 
     name = "NumPy"
     note = "arrays of NumPy and a vectorised sum-tree"
@@ -77,12 +77,12 @@ class _Arrays:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays and the sum-tree."""
         tree = self._tree.nodes.nbytes if self._tree else 0
         return tree + sum(leaf.nbytes for leaf in self._arrays.values())
 
     def add(self, state: None, rows: dict[str, np.ndarray]) -> None:
-        """One row of time."""
+        """Adds one row."""
         at, envs = self._at, self._setup.envs
         for name, leaf in rows.items():
             self._arrays[name][at : at + envs] = leaf
@@ -91,9 +91,9 @@ class _Arrays:
         self._at = (at + envs) % self._setup.capacity
 
     def sample(self, state: None, key: Any) -> tuple[None, Drawn]:
-        """A batch."""
+        """Samples a batch."""
         at = self._anchors()
-        if self._setup.unit == "slices":  # from the oldest row on, never across the newest one
+        if self._setup.unit == "slices":  # offset from the oldest row: no window crosses the cursor
             rows = (at + self._at)[:, None] + self._ahead
             found = {k: leaf[rows % len(leaf)] for k, leaf in self._arrays.items()}
         else:
@@ -101,7 +101,7 @@ class _Arrays:
         return None, Drawn(found, at)
 
     def update(self, state: None, handle: np.ndarray, new: np.ndarray) -> None:
-        """New priorities."""
+        """Updates priorities."""
         self._tree.set(handle, np.asarray(new) ** 0.6)
 
     def _anchors(self) -> np.ndarray:

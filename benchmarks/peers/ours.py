@@ -30,7 +30,7 @@ UNITS = {
 
 
 def described(setup: Setup) -> jrb.ReplayBuffer:
-    """The buffer that is wanted."""
+    """Returns the jrb buffer of a setup."""
     return jrb.ReplayBuffer(
         setup.capacity,
         num_envs=setup.envs,

@@ -1,4 +1,4 @@
-"""The base class of peers: libraries that make full buffers with the same three methods."""
+"""The base class of peers, which make full buffers with the same three methods."""
 
 import abc
 import dataclasses
@@ -14,8 +14,8 @@ class Drawn(NamedTuple):
     """A batch.
 
     Attributes:
-        data: the items, in whatever form the peer gives them.
-        handle: what `update` wants to know of them; an empty tuple if nothing.
+        data: the items, in the form in which the peer returns them.
+        handle: the argument that `update` needs, such as indices; an empty tuple if none.
     """
 
     data: Any
@@ -32,18 +32,19 @@ def _no_update(state: Any, handle: Any, priorities: Any) -> Any:
 
 @dataclasses.dataclass
 class Buffer:
-    """A full buffer. Of a peer on the device, the methods are pure functions, for `jit` and `vmap`.
+    """A full buffer. The methods of a peer on the device are pure functions, for `jit` and `vmap`.
 
     Attributes:
-        state: what the methods take first, and give back; others keep their own, and this is None.
-        add: `(state, rows) -> state`, one row of time, leaves `[E, ...]`.
-        sample: `(state, key) -> (state, Drawn)`, B items; the state is None if it is as it was.
+        state: the first argument of the methods; None for peers that keep their own state.
+        add: `(state, rows) -> state`, adds one row, leaves `[E, ...]`.
+        sample: `(state, key) -> (state, Drawn)`, B items; the state is None if it did not change.
         update: `(state, handle, priorities) -> state`, priorities `[B]`.
-        nbytes: what all items, and what is known of them, take.
-        rows: from NumPy's rows `[E, ...]` to what `add` takes.
-        read: from `Drawn.data` to items as `Setup.rows` has them, `[B, ...]` or `[B, L, ...]`.
-        in_python: what Python loops call, add, sample and update, of a library on the device that
-            has methods for that; None if each of the functions above is jitted.
+        nbytes: bytes of all items and of their metadata; 0 if unknown.
+        rows: converts NumPy rows `[E, ...]` to the argument of `add`.
+        read: converts `Drawn.data` to items in the form of `Setup.rows`, `[B, ...]` or
+            `[B, L, ...]`.
+        in_python: add, sample and update for Python loops, if a library on the device has methods
+            for that; None if the functions above are jitted instead.
     """
 
     state: Any
@@ -57,19 +58,19 @@ class Buffer:
 
 
 class Peer(abc.ABC):
-    """A library, or a way of doing without one.
+    """A library, or code that does without one.
 
     Attributes:
-        name: as in tables.
-        packages: what must be there, as it is imported, and as it is installed.
-        on_device: whether its methods are pure functions on the device; others work on the host,
-            and give batches there.
-        note: what must be known to compare fairly.
-        kinds: of items that it can hold; None for all.
-        samplers: of `Setup.sampler`.
-        units: of `Setup.unit`.
-        once: whether it can store observations once.
-        most: the largest N that it is asked for.
+        name: the name in tables.
+        packages: required packages, from the import name to the name that pip installs.
+        on_device: True if its methods are pure functions on the device; False if it works and
+            returns batches on the host.
+        note: what a reader of the tables must know to compare fairly.
+        kinds: the kinds of items that it can hold; None for all.
+        samplers: the supported values of `Setup.sampler`.
+        units: the supported values of `Setup.unit`.
+        once: True if it can store each observation once.
+        most: the largest N for which it is run.
     """
 
     name: str
@@ -83,12 +84,12 @@ class Peer(abc.ABC):
     most = 10**7
 
     def missing(self) -> list[str]:
-        """The packages that are to be installed first."""
+        """Returns the packages that are not installed."""
         absent = lambda name: importlib.util.find_spec(name) is None
         return [package for name, package in self.packages.items() if absent(name)]
 
     def can(self, setup: Setup) -> bool:
-        """Whether it can do this."""
+        """Returns True if the peer supports a setup."""
         return (
             (self.kinds is None or setup.items in self.kinds)
             and setup.sampler in self.samplers
@@ -98,9 +99,9 @@ class Peer(abc.ABC):
         )
 
     def steps(self, setup: Setup, asked: int) -> int:
-        """How many steps a scan has: fewer than asked for where one takes very long."""
+        """Returns the steps of a scan: `asked`, or fewer for a peer with very slow steps."""
         return asked
 
     @abc.abstractmethod
     def full(self, setup: Setup) -> Buffer:
-        """A buffer that holds `setup.pieces()`, each item with priority 1."""
+        """Returns a buffer that holds `setup.pieces()`, each item with priority 1."""

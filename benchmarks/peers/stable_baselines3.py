@@ -10,7 +10,7 @@ from .peer import Buffer, Drawn, Peer
 
 
 class StableBaselines3(Peer):
-    """Items in arrays on the host, batches in tensors of the CPU."""
+    """A buffer of arrays on the host, whose batches are CPU tensors."""
 
     name = "SB3"
     packages = {"stable_baselines3": "stable-baselines3"}

@@ -13,7 +13,7 @@ from .peer import Buffer, Drawn, Peer
 
 
 class Take(Peer):
-    """Plain arrays in NumPy, whose batches go to the device."""
+    """Plain NumPy arrays, whose batches are put on the device."""
 
     name = "NumPy take"
     note = "rows written, `take` with indices given, and `device_put`"
@@ -21,7 +21,7 @@ class Take(Peer):
     most = 10**8
 
     def full(self, setup: Setup) -> Buffer:
-        """Arrays that hold all items, by their paths."""
+        """Returns arrays that hold all items, by path."""
         arrays = filled(setup)
         turns, places = (
             itertools.cycle(given(setup)),
@@ -48,7 +48,7 @@ class Take(Peer):
 
 
 def filled(setup: Setup) -> dict[str, np.ndarray]:
-    """All items, leaves `[N, ...]` by their paths."""
+    """Returns all items, leaves `[N, ...]` by path."""
     example = items.leaves(items.example(setup.items))
     blank = lambda leaf: np.zeros((setup.capacity, *np.shape(leaf)), leaf.dtype)
     arrays, first = {name: blank(leaf) for name, leaf in example.items()}, 0

@@ -11,7 +11,7 @@ from .peer import Buffer, Drawn, Peer
 
 
 class TorchRL(Peer):
-    """Items in tensors of the CPU."""
+    """A buffer of CPU tensors."""
 
     name = "TorchRL"
     packages = {"torchrl": "torchrl"}
@@ -20,7 +20,7 @@ class TorchRL(Peer):
     units = ("transition", "slices")
 
     def can(self, setup: Setup) -> bool:
-        """Windows only of one environment and few items: each draw looks through all flags."""
+        """Limits windows to one environment and 10^5 items: each draw scans all done flags."""
         few = setup.envs == 1 and setup.n <= 10**5 and not setup.prioritized
         return super().can(setup) and (few or setup.unit == "transition")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def write(folder: pathlib.Path, found: dict[str, Any]) -> pathlib.Path:
-    """Writes the result of a group; the path."""
+    """Writes the result of a group and returns the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{found['group']}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
@@ -14,6 +14,6 @@ def write(folder: pathlib.Path, found: dict[str, Any]) -> pathlib.Path:
 
 
 def read(folder: pathlib.Path, group: str) -> dict[str, Any] | None:
-    """The result of a group; None if there is none."""
+    """Returns the result of a group; None if there is none."""
     path = folder / f"{group}.json"
     return json.loads(path.read_text()) if path.exists() else None

@@ -1,4 +1,4 @@
-"""Formats results as Markdown tables: a row for each case, a column for each peer."""
+"""Formats results as Markdown tables: a row per case, a column per peer."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ HOST_NOTE = f"{HOST} works on the host, called from Python; batches stay there u
 
 
 def section(result: Row) -> str:
-    """A group: what it is, its table, what must be known of the peers, where it was measured."""
+    """Formats a group: its description, its table, notes on the peers, and the machine."""
     head = [f"## {result['group']}", result["about"], table(result["rows"])]
     return "\n\n".join(part for part in [*head, notes(result), machine(result)] if part)
 
 
 def lead() -> str:
-    """How the tables are read."""
+    """Returns the introduction, which says how to read the tables."""
     return (
         "Medians over rounds in which all programs of a row take turns. In brackets: the time of "
         "the first column over that of the peer, the median over rounds; below 1, the first column "
@@ -25,7 +25,7 @@ def lead() -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """A table, below what all its rows have in common.
+    """Formats a table, below the facts that all its rows share.
 
     Raises:
         ValueError: there are no rows.
@@ -47,7 +47,7 @@ def table(rows: list[Row]) -> str:
 
 
 def facts(rows: list[Row]) -> tuple[list[str], dict[str, Any]]:
-    """The facts in which rows differ, and those that all share."""
+    """Returns the names of the facts in which rows differ, and the facts that all rows share."""
     names = list(dict.fromkeys(name for row in rows for name in row["facts"]))
     values = {name: {row["facts"].get(name, "") for row in rows} for name in names}
     varying = [name for name in names if len(values[name]) > 1]
@@ -55,7 +55,7 @@ def facts(rows: list[Row]) -> tuple[list[str], dict[str, Any]]:
 
 
 def by_case(rows: list[Row]) -> list[dict[str, Row]]:
-    """The rows of each case, by their peers."""
+    """Returns the rows of each case by peer."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
         found.setdefault(f"{row['what']} {row['facts']}", {})[row["peer"]] = row
@@ -73,7 +73,7 @@ def _cell(row: Row | None) -> str:
 
 
 def notes(result: Row) -> str:
-    """What must be known of the peers in a table, as a list."""
+    """Formats the notes on the peers of a table, and their errors, as a list."""
     rows = result["rows"]
     told = [HOST_NOTE] if any(not row["on_device"] for row in rows) else []
     names = dict.fromkeys(row["peer"] for row in rows)
@@ -86,7 +86,7 @@ def notes(result: Row) -> str:
 
 
 def machine(result: Row) -> str:
-    """Where a result was measured."""
+    """Formats the machine of a result and the versions of the libraries."""
     where = result["machine"]
     cores = f", {where['cores']} cores" if where.get("cores") else ""
     versions = where.get("versions", {"jax": where["jax"]})

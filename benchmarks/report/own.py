@@ -1,4 +1,4 @@
-"""Tables of the groups without peers, which have their own columns; and complete reports."""
+"""Formats the groups without peers, which have their own columns, and complete reports."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ RETURNS: list[Column] = [
 
 
 def _costs(rows: list[Row]) -> list[Column]:
-    """The least microseconds at each N."""
+    """Returns the columns of `scale`: the least microseconds at each N."""
 
     def least(n: str) -> Column:
         return f"N = {power(int(n))}, µs", lambda row: figure(row["n"][n]["least_us"])
@@ -52,7 +52,7 @@ COLUMNS: dict[str, Callable[[list[Row]], list[Column]]] = {
 
 
 def table(group: str, rows: list[Row]) -> str:
-    """The rows of a group that stands alone, or of any other.
+    """Formats the table of any group, with or without peers.
 
     Raises:
         ValueError: there are no rows.
@@ -66,7 +66,7 @@ def table(group: str, rows: list[Row]) -> str:
 
 
 def section(result: Row) -> str:
-    """A group of a report."""
+    """Formats a group of a report."""
     if result["group"] not in COLUMNS:
         return markdown.section(result)
     head = [f"## {result['group']}", result["about"], table(result["group"], result["rows"])]
@@ -74,7 +74,7 @@ def section(result: Row) -> str:
 
 
 def page(results: list[Row], missing: dict[str, list[str]]) -> str:
-    """A whole report."""
+    """Formats a complete report."""
     parts = ["# Benchmarks", markdown.lead()]
     if missing:
         lacks = [f"{name} (`pip install {' '.join(what)}`)" for name, what in missing.items()]

@@ -1,4 +1,4 @@
-"""Plots results: lines against N for groups that compare sizes, else a mark for each peer."""
+"""Plots results: lines against N for the group `sizes`, otherwise one mark per peer."""
 
 import pathlib
 from collections.abc import Callable, Sequence
@@ -21,15 +21,15 @@ LOOKS = {
     "NumPy take": ("#b0892f", ">"),
     "limit": ("#000000", "|"),
 }
-"""The colour and the mark of each peer, the same in all pictures."""
+"""The color and the marker of each peer, the same in all plots."""
 _TIMES = ((1.0, "seconds"), (1e-3, "ms"), (1e-6, "µs"))
 _OTHERS = ("#444444", *canvas.CYCLE[1:])
 _PER_ROW, _PER_NAME = 0.24, 0.185
-"""Inches for a case, and for a name of the legend."""
+"""Inches per case, and per name in the legend."""
 
 
 def draw(result: Row, path: pathlib.Path) -> bool:
-    """Writes the picture of a group; whether there is something to see."""
+    """Writes the plot of a group; returns False if there is nothing to plot."""
     rows = [row for row in result["rows"] if row.get("median")]
     if not rows:
         return False
@@ -41,7 +41,7 @@ def draw(result: Row, path: pathlib.Path) -> bool:
 
 
 def _look(peer: str, others: Sequence[str]) -> tuple[str, str]:
-    """Its colour and mark; variants of jrb are blue, what else is no peer has a mark of its own."""
+    """Returns the color and marker of a program: blue for variants of jrb."""
     if peer in LOOKS:
         return LOOKS[peer]
     at = [name for name in others if name not in LOOKS].index(peer)
@@ -49,7 +49,7 @@ def _look(peer: str, others: Sequence[str]) -> tuple[str, str]:
 
 
 def _lines(result: Row, rows: list[Row]) -> list[canvas.Row]:
-    """A panel for each workload: time against N, both in powers of ten."""
+    """Returns a panel per workload: time against N, both on logarithmic axes."""
     names = list(dict.fromkeys(row["what"] for row in rows))
     return [
         canvas.Row(3.4, [lambda axes, tone, name=name: _curves(result, rows, name, axes, tone)])
@@ -75,7 +75,7 @@ def _curves(result: Row, rows: list[Row], name: str, axes: Any, tone: canvas.Ton
 
 
 def _marks(result: Row, rows: list[Row]) -> list[canvas.Row]:
-    """One panel: a line for each case, along it a mark for each peer."""
+    """Returns one panel with a line per case and, along it, a mark per peer."""
     cases = markdown.by_case(rows)
     peers = {row["peer"] for row in rows}
     height = max(1.3 + _PER_ROW * len(cases), 0.7 + _PER_NAME * len(peers))
@@ -108,7 +108,7 @@ def _cases(
 
 
 def _unit(unit: str, rows: list[Row]) -> tuple[Callable[[Row], float], str]:
-    """What a value is divided by, and what is along the axis."""
+    """Returns the divisor of a row's value, and the label of the axis."""
     if unit == "B":
         return lambda row: row["facts"]["item bytes"], "times the bytes of the items alone"
     if unit == "kernels":
@@ -124,6 +124,6 @@ def _name(cells: dict[str, Row], varying: list[str]) -> str:
 
 
 def _common(rows: list[Row]) -> str:
-    """What all rows share."""
+    """Formats the facts that all rows share."""
     _, same = markdown.facts(rows)
     return ", ".join(figures.sizes(same, list(same)))

@@ -1,4 +1,4 @@
-"""Prints results in a terminal: a heading for each case, a line for each program."""
+"""Prints results in a terminal: a heading per case, a line per program."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from . import figures, markdown
 
 
 def show(result: dict[str, Any], console: rich.console.Console) -> None:
-    """Prints the cases of a group, and what must be known of it."""
+    """Prints the cases of a group, with notes on its peers and the machine."""
     varying, same = markdown.facts(result["rows"])
     console.print(rich.text.Text(result["about"], style="italic"))
     if same:
@@ -29,7 +29,7 @@ def show(result: dict[str, Any], console: rich.console.Console) -> None:
 
 
 def _lines(rows: list[dict[str, Any]], width: int) -> rich.table.Table:
-    """One for each program, in columns that are alike in all cases."""
+    """Returns a line per program, with the same column widths in all cases."""
     table = rich.table.Table.grid(padding=(0, 2))
     table.add_column(min_width=width)
     table.add_column(min_width=10, justify="right")

@@ -1,4 +1,4 @@
-"""The workloads that are compared. A new one is a module here with `cases`, and a line below."""
+"""The compared workloads. To add one, add a module here with `cases` and a line below."""
 
 import importlib
 from types import ModuleType
@@ -21,14 +21,14 @@ GROUPS = (
     "rfc",
     "training",
 )
-"""Groups of cases, each a module with `cases(wanted)`; its docstring says what it is."""
+"""Groups of cases, each a module with `cases(wanted)`, whose docstring is its description."""
 
 
 def module(group: str) -> ModuleType:
-    """The module of a group."""
+    """Imports and returns the module of a group."""
     return importlib.import_module(f"{__name__}.{group}")
 
 
 def about(group: str) -> str:
-    """What a group is, in a line."""
+    """Returns the description of a group in one line."""
     return (module(group).__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")

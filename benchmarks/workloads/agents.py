@@ -11,7 +11,7 @@ from .programs import methods_of, scanned
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """8 and 64 agents, each with 4 environments and batches of 64."""
+    """Yields cases of 8 and 64 agents, each with 4 environments and batches of 64."""
     on_device = Wanted([peer for peer in wanted.peers if peer.on_device], wanted.quick)
     for count in (8, 64):
         for sampler in ("uniform", "prioritized"):
@@ -21,6 +21,6 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 
 
 def vmapped(peer: Peer, setup: Setup, agents: int) -> Program:
-    """A scan of a vmapped step; all agents begin alike, and draw what they draw."""
+    """Returns a scan of a vmapped step; agents start from equal states, with different keys."""
     steps = peer.steps(dataclasses.replace(setup, n=setup.n * agents), 100)
     return scanned(peer.full(setup), setup, steps, methods_of(setup), agents)

@@ -8,7 +8,7 @@ from .programs import ALL, calls
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """Each method by itself, then the whole step."""
+    """Yields cases of each method alone, then of the complete step."""
     n = wanted.pick(10**4, 10**5)
     for sampler in ("uniform", "prioritized"):
         setup = Setup("vector", n, sampler=sampler)

@@ -1,4 +1,4 @@
-"""The cases of a workload: each has a few programs that are timed in turn."""
+"""The cases of a workload; the programs of a case are timed in turn."""
 
 import contextlib
 import dataclasses
@@ -14,13 +14,13 @@ Make = Callable[[], Program]
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is asked for on the command line.
+    """Options of the command line that workloads need.
 
     Attributes:
-        peers: those that are installed and chosen.
-        quick: whether a minute must do.
-        rounds: how often programs take turns.
-        folder: on a disk, for what is written.
+        peers: the peers that are chosen and installed.
+        quick: if True, use small sizes, for a run of about a minute.
+        rounds: number of rounds.
+        folder: a folder on the disk to measure, for temporary files.
     """
 
     peers: Sequence[Peer]
@@ -29,7 +29,7 @@ class Wanted:
     folder: str = "."
 
     def pick(self, quick: Any, full: Any) -> Any:
-        """The first if there is little time."""
+        """Returns `quick` in a quick run, `full` otherwise."""
         return quick if self.quick else full
 
 
@@ -38,14 +38,14 @@ class Case:
     """One comparison, a row of a table.
 
     Attributes:
-        what: its name.
-        facts: of what size; columns of the table.
-        programs: by the name of the peer; each is made when it is needed.
-        base: to whose time the others' are compared.
-        weight: so many times as many rounds as are asked for.
-        within: a context in which the programs are made and run.
-        unit: "s" for the time of a step; or what `Program.facts["value"]` is, of programs that are
-            not timed but looked at, "B" or "kernels".
+        what: the name of the case.
+        facts: sizes and other columns of the table.
+        programs: functions that build the programs, by the name of the peer.
+        base: the program to whose time the others are compared.
+        weight: factor on the number of rounds.
+        within: a context in which the programs are built and run.
+        unit: "s" for the time of a step; or the unit of `Program.facts["value"]` for programs
+            that are not timed, "B" or "kernels".
     """
 
     what: str
@@ -58,18 +58,18 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What `--only` looks into."""
+        """The name that `--only` searches."""
         return f"{self.what}, " + ", ".join(f"{key} {value}" for key, value in self.facts.items())
 
     def rounds(self, asked: int) -> int:
-        """How often the programs take turns."""
+        """Returns the number of rounds; 0 for programs that are not timed."""
         return max(1, round(asked * self.weight)) if self.unit == "s" else 0
 
 
 def beside(
     wanted: Wanted, what: str, setup: Setup, make: Callable[[Peer, Setup], Program], **more: Any
 ) -> Case:
-    """The same setup with every peer that can do it."""
+    """Returns the case of one setup with every peer that supports it."""
     able = [peer for peer in wanted.peers if peer.can(setup)]
     programs = {peer.name: lambda peer=peer: make(peer, setup) for peer in able}
     return Case(what, more.pop("facts", {}) | setup.facts, programs, **more)

@@ -18,11 +18,11 @@ from .resident import Peak
 FRAME = (84, 84, 4)
 PART = 32 << 20
 DISK = "the disk"
-"""The same bytes in plain files, with as many files and syncs, and nothing checked."""
+"""Name of the baseline: the same bytes in plain files, with as many syncs and no checksums."""
 
 
 def frames(count: int, seed: int) -> Any:
-    """Transitions with frames that no file system could make smaller."""
+    """Returns transitions with random frames, which no file system can compress."""
     bits = lambda key: jax.random.bits(key, (count, *FRAME), jnp.uint8)
     one, two = jax.random.split(jax.random.key(seed))
     return {
@@ -37,7 +37,7 @@ def frames(count: int, seed: int) -> Any:
 
 
 class Saved:
-    """A full buffer with priorities, and the folders that it is written to by all programs."""
+    """A full prioritized buffer, and the folders to which the programs save it."""
 
     def __init__(self, rows: int, folder: str) -> None:
         self.rows, self.folder = rows, folder
@@ -50,21 +50,21 @@ class Saved:
         self.arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(self.state)]
 
     def path(self, name: str) -> str:
-        """A folder of one program."""
+        """Returns the folder of one program."""
         return os.path.join(self.folder, name)
 
     def removed(self, name: str) -> None:
-        """Takes away what the last round has written."""
+        """Removes the files of the previous round."""
         shutil.rmtree(self.path(name), ignore_errors=True)
 
     def a_little(self) -> Any:
-        """The state with a hundredth of new rows."""
+        """Returns the state after a hundredth of its rows were overwritten."""
         few = frames(max(1, self.rows // 100), 99)
         return jax.block_until_ready(self._extend(jax.tree.map(jnp.copy, self.state), few))
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """A gigabyte saved and loaded; then saved again with little that is new."""
+    """Yields cases that save and load a gigabyte, and that save again with few new rows."""
     rows, held = wanted.pick(176, 17_600), []
     size = {"rows": rows, "bytes each": 2 * int(np.prod(FRAME)) + 9}
 
@@ -90,7 +90,7 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 
 
 def ours_save(saved: Saved) -> Program:
-    """A whole save."""
+    """Returns a save into an empty folder."""
     path = saved.path("ours")
     save = lambda: jrb.save(path, saved.buffer, saved.state)
     with Peak() as peak:
@@ -99,7 +99,7 @@ def ours_save(saved: Saved) -> Program:
 
 
 def ours_load(saved: Saved) -> Program:
-    """A load of what `ours_save` wrote last."""
+    """Returns a load of a checkpoint that is saved beforehand."""
     path, held = saved.path("ours-loaded"), []
     jrb.save(path, saved.buffer, saved.state)
 
@@ -113,7 +113,7 @@ def ours_load(saved: Saved) -> Program:
 
 
 def ours_again(saved: Saved, new: bool) -> Program:
-    """A save beside one that is there, with a hundredth of the rows new, or none."""
+    """Returns a save over an earlier one; a hundredth of the rows is new if `new`, else none."""
     name = f"ours-{new}"
     other = saved.a_little() if new else saved.state
 
@@ -125,7 +125,10 @@ def ours_again(saved: Saved, new: bool) -> Program:
 
 
 def plain_save(saved: Saved) -> Program:
-    """The bytes of arrays in files of at most `PART` bytes, each synced, and the folder thrice."""
+    """Returns a write of all arrays to files of at most `PART` bytes.
+
+    It syncs each file once and the folder three times.
+    """
     folder = saved.path("plain")
 
     def before() -> None:
@@ -136,7 +139,7 @@ def plain_save(saved: Saved) -> Program:
 
 
 def plain_load(saved: Saved) -> Program:
-    """The same, back into fresh memory."""
+    """Returns a read of these files into newly allocated memory."""
     folder = saved.path("plain-loaded")
     os.makedirs(folder, exist_ok=True)
     _written(folder, saved.arrays)
@@ -164,7 +167,7 @@ def _written(folder: str, arrays: list[np.ndarray]) -> None:
 
 
 def _parts(arrays: list[np.ndarray]) -> Iterator[memoryview]:
-    """The memory of arrays, cut."""
+    """Yields the memory of arrays in parts of at most `PART` bytes."""
     for array in arrays:
         view = memoryview(array.reshape(-1).view(np.uint8))
         for start in range(0, len(view), PART):
@@ -172,7 +175,7 @@ def _parts(arrays: list[np.ndarray]) -> Iterator[memoryview]:
 
 
 def orbax(saved: Saved) -> tuple[Program, Program]:
-    """Orbax's own way to save and to load."""
+    """Returns a save and a load by Orbax."""
     import orbax.checkpoint as ocp
 
     saver = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True))
@@ -186,7 +189,7 @@ def orbax(saved: Saved) -> tuple[Program, Program]:
 
 
 def vault(saved: Saved) -> tuple[Program, Program]:
-    """Flashbax's Vault, of a buffer with the same frames."""
+    """Returns a save and a load by flashbax's Vault, of a buffer with as many frames."""
     from flashbax.vault import Vault
 
     state, folder = _trajectories(saved.rows), saved.folder
@@ -211,7 +214,10 @@ def vault(saved: Saved) -> tuple[Program, Program]:
 
 
 def _trajectories(rows: int) -> Any:
-    """A flashbax buffer with as many frames, one short of full, which a Vault takes for empty."""
+    """Returns a flashbax buffer with as many frames, one row short of full.
+
+    A Vault takes a full buffer for an empty one.
+    """
     import flashbax
 
     sizes = {"add_batch_size": 1, "sample_batch_size": 1, "sample_sequence_length": 1}

@@ -27,7 +27,7 @@ SETUPS = {
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """Steps of all kinds, and one under vmap, with the peers on the device."""
+    """Yields cases of all kinds of steps, and of one under vmap, for peers on the device."""
     able = Wanted([peer for peer in wanted.peers if peer.on_device], wanted.quick)
     for name, setup in list(SETUPS.items())[: wanted.pick(2, None)]:
         yield beside(able, name, setup, compiles, weight=1 / 3)
@@ -37,7 +37,7 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 
 
 def compiles(peer: Peer, setup: Setup, agents: int = 0) -> Program:
-    """Compiling, from shapes alone."""
+    """Returns a program that traces, lowers and compiles a scan of steps from shapes alone."""
     buffer = peer.full(setup)
     methods = methods_of(setup)
     carry = jax.eval_shape(lambda: carry_of(buffer, setup, methods))
@@ -53,6 +53,6 @@ def compiles(peer: Peer, setup: Setup, agents: int = 0) -> Program:
 
 
 def _forgotten() -> None:
-    """What was compiled before is forgotten, and its remains cleared away in nobody's time."""
+    """Clears JAX's caches and collects garbage, outside the timed call."""
     jax.clear_caches()
     gc.collect()

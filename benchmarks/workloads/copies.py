@@ -13,7 +13,7 @@ from .case import Case, Wanted
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """Arrays of some sizes; the limit of everything that moves so many bytes."""
+    """Yields a case per size; its times bound every program that moves as many bytes."""
     for megabytes in wanted.pick((16,), (1, 64, 1024)):
         facts = {"megabytes": megabytes}
         size = megabytes << 20
@@ -38,7 +38,7 @@ def _on_device(size: int) -> Program:
 
 
 def _to_device(size: int) -> Program:
-    """From memory that was just written, as NumPy's batches are, and that JAX must not keep."""
+    """Returns a copy of a NumPy array to the device; `copy=True` stops JAX from aliasing it."""
     source = np.ones(size // 4, np.uint32)
     return _program(size, lambda: jax.block_until_ready(jnp.array(source, copy=True)))
 
@@ -54,7 +54,7 @@ def _numpy(size: int) -> Program:
 
 
 def _disk(size: int, folder: str) -> tuple[Program, Program]:
-    """Written with a sync; read back while the system still has it in memory."""
+    """Returns a write with a sync, and a read from the system's page cache."""
     path = os.path.join(folder, f"copy-{size}")
     source, target = np.random.default_rng(0).bytes(size), bytearray(size)
 

@@ -17,7 +17,7 @@ STEPS = 300
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """Items of 5 and of 19 leaves and frames, uniform and prioritized; a draw, a tree alone."""
+    """Yields steps with several kinds of items, and cases of a sample or a sum-tree alone."""
     sizes = wanted.pick([("vector", 10**5)], [("vector", 10**5), ("vector", 10**6)])
     sizes += wanted.pick([("frames", 10**3)], [("nested", 10**5), ("frames", 10**4)])
     for kind, n in sizes:
@@ -33,7 +33,7 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 
 
 def trees(wanted: Wanted, n: int) -> Case:
-    """Sum-trees alone: sample 256 leaves, and update them."""
+    """Returns a case of sum-trees alone: sample 256 leaves and update them."""
     setup = Setup("number", n, envs=1, sampler="prioritized")
     makers = {"jrb": _ours, "flashbax": _flashbax}
     known = {peer.name for peer in wanted.peers}
@@ -50,7 +50,7 @@ def _tree_program(buffer: Buffer, setup: Setup) -> Program:
 
 
 def _tree(state: object, sample: object, update: object) -> Buffer:
-    """A buffer of indices; what is drawn is told as a value, of which priorities are made."""
+    """Returns a buffer of indices; a batch holds its indices as floats, for `priorities`."""
 
     def draw(state: object, key: jax.Array) -> tuple[None, Drawn]:
         at = sample(state, key)
@@ -68,6 +68,6 @@ def _flashbax(n: int) -> Buffer:
     from flashbax.buffers import sum_tree
 
     tree = sum_tree.set_batch_bincount(sum_tree.init(n), jnp.arange(n), jnp.ones(n))
-    on_cpu = jax.default_backend() == "cpu"  # as its buffers choose
+    on_cpu = jax.default_backend() == "cpu"  # as flashbax's buffers choose
     update = sum_tree.set_batch_scan if on_cpu else sum_tree.set_batch_bincount
     return _tree(tree, lambda tree, key: sum_tree.stratified_sample(tree, 256, key), update)

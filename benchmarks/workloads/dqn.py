@@ -1,6 +1,6 @@
 """A DQN on CartPole in one jitted scan, in the style of purejaxrl, with any of three buffers.
 
-10 environments; a gradient step on 128 transitions after each step of them.
+10 environments; after each of their steps a gradient step on 128 transitions.
 """
 
 import importlib
@@ -21,7 +21,7 @@ Train = Callable[[jax.Array], Any]
 
 
 class Replay(NamedTuple):
-    """A buffer: `init(example)`, `add(state, rows)`, `sample(state, key)`."""
+    """The functions of a buffer: `init(example)`, `add(state, rows)`, `sample(state, key)`."""
 
     init: Callable[[Any], Any]
     add: Callable[[Any, Any], Any]
@@ -29,20 +29,20 @@ class Replay(NamedTuple):
 
 
 def ours(capacity: int) -> Replay:
-    """Jrb's."""
+    """Returns a uniform buffer of jrb."""
     buffer = jrb.ReplayBuffer(capacity // E * E, num_envs=E, batch_size=B)
     return Replay(buffer.init, buffer.add, lambda state, key: buffer.sample(state, key).data)
 
 
 def flashbax(capacity: int) -> Replay:
-    """flashbax's, of items."""
+    """Returns an item buffer of flashbax."""
     make = importlib.import_module("flashbax").make_item_buffer
     buffer = make(max_length=capacity, min_length=1, sample_batch_size=B, add_batches=True)
     return Replay(buffer.init, buffer.add, lambda state, key: buffer.sample(state, key).experience)
 
 
 def brax(capacity: int) -> Replay:
-    """Brax's uniform queue, which keeps a key of its own."""
+    """Returns brax's uniform queue, whose state contains a key."""
     queues = importlib.import_module("brax.training.replay_buffers")
     made: list[Any] = []
 
@@ -60,7 +60,7 @@ REPLAYS: dict[str, Callable[[int], Replay]] = {"jrb": ours, "flashbax": flashbax
 
 
 def train(replay: Replay, steps: int) -> Train:
-    """A whole training, of so many steps of the environments."""
+    """Returns a function from a key to the network after `steps` environment steps."""
     env, optimizer = training.Environment("CartPole-v1", E), optax.adam(3e-4)
     widths = (env.width, 64, 64, env.actions)
 
@@ -91,13 +91,13 @@ def train(replay: Replay, steps: int) -> Train:
 
 
 def example(env: Any) -> Any:
-    """One transition, of float32 alone, which all three can hold."""
+    """Returns one transition of float32 leaves, which all three buffers can hold."""
     seen, number = np.zeros(env.width, np.float32), np.float32(0)
     return {"obs": seen, "action": number, "reward": number, "done": number, "next_obs": seen}
 
 
 def played(env: Any, state: Any, seen: Any, action: Any, step: Any, reset: Any) -> tuple:
-    """One step of all environments; new episodes where old ones end."""
+    """Steps all environments and resets those whose episode ends; returns also the row."""
     state, step_rows = env.step(step, state, action)
     after, done = step_rows["observation"], step_rows["done"]
     begun, fresh = env.reset(reset)
@@ -108,7 +108,7 @@ def played(env: Any, state: Any, seen: Any, action: Any, step: Any, reset: Any) 
 
 
 def loss(network: Any, target: Any, batch: Any) -> jax.Array:
-    """The mean squared error of Q-learning."""
+    """Returns the mean squared error of Q-learning."""
     ahead = training.action_values(target, batch["next_obs"]).max(axis=1)
     goal = batch["reward"] + DISCOUNT * (1 - batch["done"]) * ahead
     action = batch["action"].astype(jnp.int32)[:, None]

@@ -19,7 +19,7 @@ B = 256
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """Frames in files, a loop with prefetch, a spilled ring."""
+    """Yields cases of frames in files, a loop with prefetch, and a spilled ring."""
     capacity, known = wanted.pick(10**4, 10**6), {peer.name for peer in wanted.peers}
     spilled, held = wanted.pick(2000, 10**5), {}
 
@@ -48,7 +48,7 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 
 
 def filled(storage: Any, capacity: int) -> tuple[Any, Any]:
-    """A full buffer of frames."""
+    """Returns a full buffer of frames and its state."""
     buffer = jrb.ReplayBuffer(capacity, batch_size=B, storage=storage)
     state = buffer.init({"o": jax.ShapeDtypeStruct(FRAME, jnp.uint8)})
     part = np.random.default_rng(0).integers(0, 255, (2000, *FRAME), np.uint8)
@@ -61,14 +61,14 @@ def filled(storage: Any, capacity: int) -> tuple[Any, Any]:
 
 
 def touched(rows: np.ndarray) -> None:
-    """Makes every page of a mapping known to this process."""
+    """Reads from every page of a mapping, so that draws cause no page faults."""
     flat = rows.reshape(len(rows), -1)
     for start in range(0, len(flat), 10_000):
         flat[start : start + 10_000, ::2000].sum()
 
 
 def draws(sample: Any, facts: dict[str, Any] | None = None) -> Program:
-    """A draw, with keys that are there already."""
+    """Returns a program of one draw, with keys made beforehand."""
     keys = jax.block_until_ready(list(jax.random.split(jax.random.key(0), 256)))
     turn = iter(range(10**9))
     call = lambda: jax.block_until_ready(sample(keys[next(turn) % 256]))
@@ -78,7 +78,7 @@ def draws(sample: Any, facts: dict[str, Any] | None = None) -> Program:
 
 
 class Files:
-    """A full buffer in files, and the same files as NumPy maps them."""
+    """A full buffer in files, and the same files mapped by NumPy."""
 
     def __init__(self, capacity: int, folder: str) -> None:
         path, self.capacity = os.path.join(folder, "frames"), capacity
@@ -92,12 +92,12 @@ class Files:
         touched(self.state.storage.rows.store.table.rows[0])
 
     def program(self, jitted: bool) -> Program:
-        """Draws of ours, and the memory that filling took beside the files."""
+        """Returns draws of jrb; their facts hold the memory that filling took beyond the files."""
         sample = jax.jit(self.buffer.sample) if jitted else self.buffer.sample
         return draws(lambda key: sample(self.state, key), {"filling_bytes": self.filling})
 
     def take(self) -> Program:
-        """Draws of NumPy, put on the device."""
+        """Returns draws by NumPy, put on the device."""
         rng = np.random.default_rng(1)
 
         def sample(key: Any) -> Any:
@@ -107,7 +107,7 @@ class Files:
 
 
 def torchrl(capacity: int, folder: str) -> Program:
-    """A full TorchRL buffer of frames on the disk."""
+    """Returns draws from a full TorchRL buffer of frames on the disk."""
     import torch
     from tensordict import TensorDict
     from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
@@ -124,7 +124,7 @@ def torchrl(capacity: int, folder: str) -> Program:
 
 
 def ten_milliseconds() -> Any:
-    """A jitted function of a batch that takes 10 ms on one core."""
+    """Returns a jitted function of a batch that takes 10 ms on one core."""
     import time
 
     def work(data: jax.Array, count: jax.Array) -> jax.Array:
@@ -141,7 +141,7 @@ def ten_milliseconds() -> Any:
 
 
 def computed() -> Program:
-    """The compute of 50 steps, without draws."""
+    """Returns the compute of 50 steps, without draws."""
     compute, blank = ten_milliseconds(), jnp.zeros((B, *FRAME), jnp.uint8)
 
     def call() -> None:
@@ -152,7 +152,7 @@ def computed() -> Program:
 
 
 def prefetched(files: Files) -> Program:
-    """50 steps, with batches drawn ahead from files."""
+    """Returns 50 steps with batches prefetched from files."""
     compute = ten_milliseconds()
     batches = jrb.prefetch(files.buffer, files.state, jax.random.key(0))
 
@@ -164,7 +164,7 @@ def prefetched(files: Files) -> Program:
 
 
 def drawn(storage: Any, capacity: int, jitted: bool) -> Program:
-    """Draws from a full buffer with this storage."""
+    """Returns draws from a full buffer with this storage."""
     buffer, state = filled(storage, capacity)
     sample = jax.jit(buffer.sample) if jitted else buffer.sample
     return draws(lambda key: sample(state, key))

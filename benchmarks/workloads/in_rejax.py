@@ -1,4 +1,4 @@
-"""rejax's DQN on CartPole, with its own replay buffer, and with jrb's instead."""
+"""rejax's DQN on CartPole, with its own replay buffer or with jrb's."""
 
 import functools
 from typing import Any
@@ -25,11 +25,11 @@ class Ours(struct.PyTreeNode):
     state: Any
 
     def extend(self, batch: Minibatch) -> "Ours":
-        """One row of all environments."""
+        """Adds one row of all environments."""
         return self.replace(state=self.buffer.add(self.state, batch._asdict()))
 
     def sample(self, count: int, key: jax.Array) -> Minibatch:
-        """A batch; rejax's own are without replacement, for which it orders all N."""
+        """Samples with replacement; rejax's buffer permutes all N to sample without."""
         return Minibatch(**self.buffer.sample(self.state, key, count).data)
 
 
@@ -37,20 +37,20 @@ _CartPole: Any = type(gymnax.make("CartPole-v1")[0])
 
 
 class Environment(_CartPole):
-    """CartPole of gymnax, whose steps say in one flag that an episode is over, as rejax wants."""
+    """gymnax's CartPole with a single done flag, as rejax expects."""
 
     def step(self, *given: Any) -> tuple:
-        """Observation, state, reward, done, info."""
+        """Returns observation, state, reward, done and info."""
         observation, state, reward, *ends, info = super().step(*given)
         return observation, state, reward, functools.reduce(jnp.logical_or, ends), info
 
 
 class WithOurs(rejax.DQN):
-    """The same algorithm."""
+    """The same algorithm with jrb's buffer."""
 
     @algorithm.register_init
     def initialize_replay_buffer(self, rng: jax.Array) -> dict[str, Ours]:
-        """An empty buffer."""
+        """Returns an empty buffer."""
         capacity = self.buffer_size // self.num_envs * self.num_envs
         buffer = jrb.ReplayBuffer(capacity, num_envs=self.num_envs)
         example = {
@@ -64,7 +64,7 @@ class WithOurs(rejax.DQN):
 
 
 def train(steps: int, with_ours: bool) -> Train:
-    """A whole training, without evaluations."""
+    """Returns a complete training without evaluations, as a function of a key."""
     kind = WithOurs if with_ours else rejax.DQN
     quiet = {"eval_freq": steps, "total_timesteps": steps, "skip_initial_evaluation": True}
     made = kind.create(env=Environment(), **SIZES, **quiet)

@@ -24,7 +24,7 @@ SETUPS = {
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """Each method by itself, and all in one step."""
+    """Yields cases of each method alone, and of all methods in one step."""
     able = Wanted([peer for peer in wanted.peers if peer.on_device], wanted.quick)
     for name, setup in list(SETUPS.items())[: wanted.pick(2, None)]:
         setup = dataclasses.replace(setup, n=wanted.pick(1024, setup.n))
@@ -34,7 +34,7 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 
 
 def launched(peer: Peer, setup: Setup, method: str) -> Program:
-    """A program that does nothing, of one that was compiled and looked through."""
+    """Compiles a method; returns a program that does nothing, with the kernel count as a fact."""
     function, args = _call(peer.full(setup), setup, method)
     run = gpu.compiled(function, *args, donate=() if method == "sample" else (0,))
     kernels, waits = gpu.launches(run.as_text())
@@ -44,7 +44,7 @@ def launched(peer: Peer, setup: Setup, method: str) -> Program:
 
 
 def _call(buffer: Buffer, setup: Setup, method: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A method, or a step of all, and what it takes."""
+    """Returns a method, or a step of all methods, and its arguments."""
     methods, key = methods_of(setup), jax.random.key(0)
     state, data = carry_of(buffer, setup, methods)
     if method == "add":
@@ -58,5 +58,5 @@ def _call(buffer: Buffer, setup: Setup, method: str) -> tuple[Callable[..., Any]
 
 
 def _distinct(drawn: Any) -> list[jax.Array]:
-    """All arrays, each once: one that is returned twice would be copied."""
+    """Returns each array once: XLA copies an array that is returned twice."""
     return list({id(leaf): leaf for leaf in jax.tree.leaves(drawn)}.values())

@@ -14,7 +14,7 @@ from .programs import compiled, priorities
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """CartPole, 16 environments side by side; and the environments alone."""
+    """Yields loops over 16 CartPole environments, with each peer and without a buffer."""
     for sampler in ("uniform", "prioritized"):
         setup = Setup("cartpole", wanted.pick(10**4, 10**5), 16, 256, sampler)
         case = beside(wanted, f"{sampler}: act, step, add, sample", setup, played)
@@ -23,7 +23,7 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 
 
 class Played:
-    """Environments that are played at random."""
+    """Environments with random actions."""
 
     def __init__(self, count: int) -> None:
         import gymnasium
@@ -33,7 +33,7 @@ class Played:
         self._rng, self._count = np.random.default_rng(0), count
 
     def step(self) -> dict[str, np.ndarray]:
-        """One row of time."""
+        """Steps all environments and returns the row."""
         action = self._rng.integers(0, 2, self._count, np.int32)
         before = self._seen
         self._seen, reward, ended, cut, _ = self._envs.step(action)
@@ -47,7 +47,7 @@ class Played:
 
 
 def alone(setup: Setup) -> Program:
-    """Without any buffer."""
+    """Returns 50 steps of the environments without a buffer."""
     envs = Played(setup.envs)
 
     def call() -> None:
@@ -58,12 +58,12 @@ def alone(setup: Setup) -> Program:
 
 
 def played(peer: Peer, setup: Setup) -> Program:
-    """With the rows added as they come, a batch drawn after each, and its priorities written."""
+    """Returns steps that add a row, sample a batch, and update its priorities if prioritized."""
     envs, buffer = Played(setup.envs), peer.full(setup)
     state, buffer.state = buffer.state, None
     add, sample, update = compiled(peer, buffer, state)
     errors = jax.jit(priorities) if peer.on_device else _errors(setup)
-    ready = buffer.rows if not peer.on_device else lambda rows: rows  # `jit` takes NumPy's
+    ready = buffer.rows if not peer.on_device else lambda rows: rows  # `jit` accepts NumPy arrays
     keys, held = list(jax.random.split(jax.random.key(1), 50)), [state]
 
     def step(key: Any) -> None:
@@ -82,6 +82,6 @@ def played(peer: Peer, setup: Setup) -> Program:
 
 
 def _errors(setup: Setup) -> Any:
-    """On the host the errors are given, as the network would be elsewhere."""
+    """Returns fixed errors for peers on the host, where no network computes them."""
     given = np.random.default_rng(0).uniform(0.5, 1.5, setup.batch).astype(np.float32)
     return lambda data: given

@@ -20,13 +20,13 @@ SETUPS = {
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """The states of full buffers, over their capacity."""
+    """Yields cases of full buffers: their bytes divided by their capacity."""
     for name, setup in SETUPS.items():
         facts = {"item bytes": items.width(setup.items)}
         yield beside(wanted, name, setup, held, facts=facts, unit="B")
 
 
 def held(peer: Peer, setup: Setup) -> Program:
-    """A program that does nothing, of a buffer that is made and looked at."""
+    """Makes a buffer; returns a program that does nothing, with the bytes as a fact."""
     nbytes = peer.full(setup).nbytes
     return Program(lambda: None, facts={"value": nbytes / setup.capacity if nbytes else None})

@@ -1,4 +1,4 @@
-"""Makes programs of a peer's full buffer: methods in a jitted scan, or called from Python."""
+"""Builds programs for a peer's full buffer: methods in a jitted scan, or called from Python."""
 
 import time
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from ..timing import Program
 
 ALL = ("add", "sample", "update")
 _FRESH = 8
-"""Rows of time that are made before, and added in turn."""
+"""Number of rows that are made beforehand and added in turn."""
 _CALL_S = 0.1
-"""Seconds that a call lasts, however short its steps are: the first thousand or so only bring back
-into the caches what the programs before have driven out."""
+"""Intended seconds per timed call, however short a step is: the first thousand steps or so only
+refill the caches that the previous programs evicted."""
 
 
 def methods_of(setup: Setup) -> tuple[str, ...]:
-    """Add, sample, and update where there are priorities."""
+    """Returns add and sample, and update if the setup is prioritized."""
     return ALL if setup.prioritized else ALL[:2]
 
 
 def cycle(peer: Peer, setup: Setup, steps: int, methods: tuple[str, ...] | None = None) -> Program:
-    """The methods, again and again: on the device in a jitted scan, on the host in Python."""
+    """Returns a program that repeats the methods: in a jitted scan, or in Python on the host."""
     buffer, methods = peer.full(setup), methods or methods_of(setup)
     if not peer.on_device:
         return looped(peer, buffer, setup, steps, methods)
@@ -34,12 +34,12 @@ def cycle(peer: Peer, setup: Setup, steps: int, methods: tuple[str, ...] | None 
 
 
 def calls(peer: Peer, setup: Setup, steps: int, methods: tuple[str, ...] | None = None) -> Program:
-    """The methods, again and again, in Python: on the device each a jitted call."""
+    """Returns a program that repeats the methods in Python, jitted one by one on the device."""
     return looped(peer, peer.full(setup), setup, steps, methods or methods_of(setup))
 
 
 def next_rows(setup: Setup, data: Any) -> Any:
-    """Rows to add, `[E, ...]`, computed from the batch drawn last: constants would be folded."""
+    """Returns rows to add, `[E, ...]`, computed from the last batch: XLA would fold constants."""
 
     def row(name: str, leaf: jax.Array) -> jax.Array:
         if setup.unit in WINDOWS:
@@ -57,14 +57,14 @@ def next_rows(setup: Setup, data: Any) -> Any:
 
 
 def priorities(data: Any) -> jax.Array:
-    """Priorities `[B]` from 0.5 to 1.5, computed from the batch."""
+    """Returns priorities `[B]` from 0.5 to 1.5, computed from the batch."""
     value = data["reward"] if "reward" in data else data["value"] / 1024
     value = value.max(axis=1) if value.ndim > 1 else value
     return 0.5 + value - jnp.floor(value)
 
 
 def body_of(buffer: Buffer, setup: Setup, methods: tuple[str, ...]) -> Callable[[Any, Any], Any]:
-    """One step: from a state, the batch drawn last, and a key, to a state and a batch."""
+    """Returns one step: from (state, last batch) and a key to (state, batch)."""
 
     def body(carry: Any, key: jax.Array) -> Any:
         state, data = carry
@@ -83,7 +83,7 @@ def body_of(buffer: Buffer, setup: Setup, methods: tuple[str, ...]) -> Callable[
 
 
 def carry_of(buffer: Buffer, setup: Setup, methods: tuple[str, ...]) -> Any:
-    """What the first step begins with."""
+    """Returns the carry of the first step: a state, and a batch or, without sample, rows."""
     if "sample" not in methods:
         rows = jax.device_put(setup.fresh(1)[0])
         return buffer.state, rows
@@ -92,7 +92,7 @@ def carry_of(buffer: Buffer, setup: Setup, methods: tuple[str, ...]) -> Any:
 
 
 def loop_of(buffer: Buffer, setup: Setup, methods: tuple[str, ...], agents: int = 0) -> Any:
-    """Steps in a scan over keys `[steps]`; with agents vmapped, over keys `[steps, A]`."""
+    """Returns a jitted scan over keys `[steps]`; with agents vmapped, over keys `[steps, A]`."""
     body = body_of(buffer, setup, methods)
     step = jax.vmap(body) if agents else body
 
@@ -105,7 +105,7 @@ def loop_of(buffer: Buffer, setup: Setup, methods: tuple[str, ...], agents: int 
 def scanned(
     buffer: Buffer, setup: Setup, steps: int, methods: tuple[str, ...], agents: int = 0
 ) -> Program:
-    """So many steps in one compiled scan, again and again, with the state donated."""
+    """Returns a program that repeats one compiled scan of `steps` steps, with the state donated."""
     carry, shape = carry_of(buffer, setup, methods), (steps, agents) if agents else (steps,)
     if agents:
         carry = jax.tree.map(lambda leaf: jnp.stack([leaf] * agents), carry)
@@ -130,7 +130,7 @@ def scanned(
 
 
 def _turns(once: Callable[[], None], most: int = 1000) -> int:
-    """How often to do something that a call may last."""
+    """Returns how often to call `once`, so that a timed call lasts about `_CALL_S`."""
     start = time.perf_counter()
     once()
     return int(np.clip(_CALL_S / (time.perf_counter() - start), 1, most))
@@ -144,11 +144,11 @@ def _temporaries(run: Any) -> int | None:
 def looped(
     peer: Peer, buffer: Buffer, setup: Setup, steps: int, methods: tuple[str, ...]
 ) -> Program:
-    """Steps in Python, each of which waits for its results."""
+    """Returns a program of steps in Python, each of which waits for its results."""
     rows = [buffer.rows(row) for row in setup.fresh(_FRESH)]
     step = _python_step(peer, buffer, setup, methods)
     keys = jax.block_until_ready(list(jax.random.split(jax.random.key(1), 64)))
-    for turn in range(2):  # what is compiled is compiled here
+    for turn in range(2):  # compiles all methods
         step(rows[turn], keys[turn])
     count = _turns(lambda: step(rows[2], keys[2]), steps)
 
@@ -162,7 +162,7 @@ def looped(
 def _python_step(
     peer: Peer, buffer: Buffer, setup: Setup, methods: tuple[str, ...]
 ) -> Callable[[Any, Any], None]:
-    """One step; what comes back from each method is the state of the next."""
+    """Returns one step, which keeps the state from call to call."""
     held = [buffer.state, None]
     buffer.state = None
     add, sample, update = compiled(peer, buffer, held[0])
@@ -187,7 +187,7 @@ def _python_step(
 
 
 def compiled(peer: Peer, buffer: Buffer, state: Any) -> tuple[Callable, Callable, Callable]:
-    """Methods for Python: of a peer on the device jitted, the state donated if one comes back."""
+    """Returns the methods for Python: jitted on the device, where a returned state is donated."""
     if buffer.in_python is not None:
         return buffer.in_python
     if not peer.on_device:

@@ -5,7 +5,7 @@ import threading
 
 
 class Peak:
-    """A context in which the resident memory is watched; `extra` is its peak above the start."""
+    """A context that samples the resident memory; `extra` is its peak above the start."""
 
     extra = 0
 
@@ -27,7 +27,7 @@ class Peak:
 
 
 def _resident() -> int:
-    """Bytes of memory that the process holds, files that are mapped left out; 0 off Linux."""
+    """Returns the resident bytes of the process without mapped files; 0 if not on Linux."""
     try:
         with open("/proc/self/statm") as file:
             pages = file.read().split()

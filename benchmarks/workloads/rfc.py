@@ -25,7 +25,7 @@ B = 128
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """Kinds of items and storages; on the CPU also without a thread of JAX's own."""
+    """Yields kinds of items and storages; on the CPU also with synchronous dispatch."""
     count, known = wanted.pick(10**4, 10**5), {peer.name for peer in wanted.peers}
     modes = {"JAX's default": contextlib.nullcontext}
     if jax.default_backend() == "cpu":
@@ -46,7 +46,7 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 
 @contextlib.contextmanager
 def synchronous() -> Iterator[None]:
-    """JAX computes on the CPU in the thread that calls; all arrays are lost on both ends."""
+    """Makes JAX compute in the calling thread; existing arrays are lost on entry and on exit."""
     _dispatched(False)
     try:
         yield
@@ -61,14 +61,14 @@ def _dispatched(ahead: bool) -> None:
 
 
 def data(kind: str, count: int) -> Any:
-    """The items, on the host."""
+    """Returns random items on the host."""
     rng = np.random.default_rng(0)
     make = lambda shape: rng.standard_normal((count, *shape)).astype(np.float32)
     return jax.tree.map(make, SHAPES[kind], is_leaf=lambda x: isinstance(x, tuple))
 
 
 def ours(kind: str, storage: str, count: int) -> Program:
-    """Our draws."""
+    """Returns draws of jrb."""
     rows = data(kind, count)
     made: Any = {
         "list": lambda: jrb.ListStorage(collate=stack),
@@ -86,7 +86,7 @@ def ours(kind: str, storage: str, count: int) -> Program:
 
 
 def gathered(rows: Any, count: int) -> Program:
-    """Random slots, and a gather for each leaf, in one jitted call."""
+    """Returns draws of random slots and a gather per leaf, in one jitted call."""
 
     def sample(key: jax.Array, rows: Any) -> Any:
         slots = jax.random.randint(key, (B,), 0, count)
@@ -97,7 +97,7 @@ def gathered(rows: Any, count: int) -> Program:
 
 
 def taken(rows: Any, count: int) -> Program:
-    """NumPy's random slots and `take` of each leaf from a file, put on the device in one call."""
+    """Returns draws by NumPy: `take` of each leaf from a file, put on the device in one call."""
     leaves, structure = jax.tree.flatten(rows)
     files, rng = [_mapped(leaf) for leaf in leaves], np.random.default_rng(1)
 
@@ -110,7 +110,7 @@ def taken(rows: Any, count: int) -> Program:
 
 
 def _mapped(leaf: np.ndarray) -> np.ndarray:
-    """The same in a file that goes with this process."""
+    """Copies a leaf to a mapped temporary file, which exists as long as the mapping."""
     with tempfile.TemporaryFile() as file:
         file.truncate(leaf.nbytes)
         lying = np.memmap(file, leaf.dtype, "r+", shape=leaf.shape)
@@ -119,7 +119,7 @@ def _mapped(leaf: np.ndarray) -> np.ndarray:
 
 
 def stacked(rows: Any, count: int) -> Program:
-    """NumPy's random slots, and what lies there in a list, stacked by NumPy."""
+    """Returns draws from a list of items, with random slots and stacks by NumPy."""
     items, rng = listed(rows, count), np.random.default_rng(1)
 
     def sample(key: jax.Array) -> Any:
@@ -129,21 +129,21 @@ def stacked(rows: Any, count: int) -> Program:
 
 
 def listed(rows: Any, count: int) -> list[Any]:
-    """The items, one by one."""
+    """Returns the items as a list."""
     return [jax.tree.map(lambda leaf, n=n: leaf[n], rows) for n in range(count)]
 
 
 def stack(items: list[Any]) -> Any:
-    """Items, leaf by leaf, in one array each; `np.stack` takes nearly twice as long."""
+    """Stacks items leaf by leaf; `np.stack` takes nearly twice as long."""
     return jax.tree.map(lambda *leaves: np.array(leaves), *items)
 
 
 BARE = {"list": stacked, "device": gathered, "memmap": taken}
-"""What no draw from each storage can do without."""
+"""The least work of a draw from each storage."""
 
 
 def torchrl(kind: str, storage: str, count: int) -> Program:
-    """TorchRL's draws; those of tensors in a list are stacked by torch."""
+    """Returns draws of TorchRL; tensors in a list are stacked by torch."""
     import torch
     import torchrl.data
     from tensordict import TensorDict

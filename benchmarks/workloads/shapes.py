@@ -8,7 +8,7 @@ from .programs import cycle
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """E from 1 to 1024 with batches of 256, then B from 32 to 4096 with 64 environments."""
+    """Yields E from 1 to 1024 with batches of 256, then B of 32 and 4096 with 64 environments."""
     shapes = [(envs, 256) for envs in wanted.pick((1, 1024), (1, 16, 64, 1024))]
     shapes += [(64, batch) for batch in wanted.pick((32,), (32, 4096))]
     for envs, batch in shapes:

@@ -10,7 +10,7 @@ NAMES = {"uniform": "uniform: add, sample", "prioritized": "prioritized: add, sa
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """Uniform and prioritized, at each power of ten."""
+    """Yields a uniform and a prioritized case at each power of ten."""
     for power in wanted.pick(range(3, 7), range(3, 9)):
         for sampler, name in NAMES.items():
             setup = Setup("number", 10**power, envs=16, sampler=sampler)

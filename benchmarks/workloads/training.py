@@ -9,7 +9,7 @@ from .case import Case, Wanted
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """Rejax's DQN as it is and with jrb; a loop in the style of purejaxrl with three buffers."""
+    """Yields rejax's DQN with both buffers, and a loop like purejaxrl's with three buffers."""
     steps, known = wanted.pick(2_000, 50_000), {peer.name for peer in wanted.peers}
     if importlib.util.find_spec("rejax") is not None:
         programs = {"jrb": lambda: in_rejax(steps, True), "rejax": lambda: in_rejax(steps, False)}
@@ -25,19 +25,19 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 
 
 def in_rejax(steps: int, with_ours: bool) -> Program:
-    """A training by rejax, with its buffer or with ours."""
+    """Returns a training by rejax, with its own buffer or with jrb's."""
     from . import in_rejax as learner
 
     return trained(learner.train(steps, with_ours), steps)
 
 
 def looped(replay: dqn.Replay, steps: int) -> Program:
-    """A training by our own loop."""
+    """Returns a training by the loop of `dqn`."""
     return trained(dqn.train(replay, steps), steps)
 
 
 def trained(train: dqn.Train, steps: int) -> Program:
-    """A training from a fresh start, compiled before."""
+    """Returns a program of a complete training, compiled beforehand."""
     import jax
 
     run = jax.jit(train).lower(jax.random.key(0)).compile()

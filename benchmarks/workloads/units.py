@@ -10,7 +10,7 @@ from .programs import cycle, methods_of, scanned
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """A step, add and sample, of each kind."""
+    """Yields steps of each unit, of a consuming sampler, and with observations stored once."""
     n, step = wanted.pick(10**4, 10**5), lambda peer, setup: cycle(peer, setup, 300)
     for sampler in ("uniform", "prioritized"):
         setup = Setup("episodic", n, envs=16, sampler=sampler, unit="n-step")
@@ -32,7 +32,7 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 
 
 def _once(wanted: Wanted, setup: Setup) -> Case:
-    """Observations stored once, beside jrb with them stored twice."""
+    """Returns a case of observations stored once, with jrb storing them twice for comparison."""
     case = beside(
         wanted, "observations stored once", setup, lambda peer, setup: _drawn_first(peer, setup)
     )
@@ -43,7 +43,10 @@ def _once(wanted: Wanted, setup: Setup) -> Case:
 
 
 def _drawn_first(peer: Peer, setup: Setup) -> Program:
-    """Steps in which the observation added is what came next before, in episodes of 50 rows."""
+    """Returns steps that add each next observation as the following observation.
+
+    On the device, episodes have 50 rows.
+    """
     if not peer.on_device:
         return cycle(peer, setup, 100)
     buffer = peer.full(setup)
@@ -51,7 +54,7 @@ def _drawn_first(peer: Peer, setup: Setup) -> Program:
 
 
 def _following(buffer: Buffer, setup: Setup) -> Buffer:
-    """The buffer, whose `add` takes what came next in the last row for what is seen now."""
+    """Returns the buffer with an `add` whose observation is the last row's next observation."""
     import jax.numpy as jnp
 
     add, seen = buffer.add, jnp.asarray(setup.fresh(1)[0]["obs"])

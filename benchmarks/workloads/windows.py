@@ -8,7 +8,7 @@ from .programs import cycle
 
 
 def cases(wanted: Wanted) -> Iterator[Case]:
-    """From 1 and from 16 environments: whole windows, episodes first, padded ones."""
+    """Yields complete, episode-first and padded windows of 1 and of 16 environments."""
     for n in wanted.pick((10**4,), (10**4, 10**6, 10**7)):
         for envs in (1, 16):
             for unit in WINDOWS:

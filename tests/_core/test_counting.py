@@ -1,4 +1,4 @@
-"""How often items are drawn, against plain Python."""
+"""The number of draws of each item, against plain Python."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def test_draws_of_random_programs_are_counted(parts):
             state = extend(state, items(rng, 2, envs), rng.random(2) < 0.7)
         elif rng.random() < 0.03:
             state = empty(state)
-        now = np.asarray(stamps(state))  # another one for another item
+        now = np.asarray(stamps(state))  # a new item has a new generation
         counts[now != before], before = 0, now
         peek = peek_at(state, jax.random.key(number))
         state, sample = draw(state, jax.random.key(number))
@@ -140,7 +140,7 @@ def test_only_anchors_are_summed_up():
     buffer = jrb.ReplayBuffer(9, batch_size=1, sampler=sampler, unit=unit)
     rows = {"next": {"done": jnp.arange(5) == 2}}
     state = buffer.extend(buffer.init({"next": {"done": False}}), rows)
-    state, _ = buffer.draw(state, KEY)  # of one window
+    state, _ = buffer.draw(state, KEY)  # a batch of one window
     found = jrb.stats(buffer, state)["draws"]
     assert found["never"] == 0.0 and found["mean"] == 1.0
 

@@ -1,4 +1,4 @@
-"""Windows of rows around a ring."""
+"""Windows that cross the end of the ring."""
 
 import jax
 import jax.numpy as jnp

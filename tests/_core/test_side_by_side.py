@@ -1,4 +1,4 @@
-"""Whatever leaves items have, what comes out is what went in, bit for bit, wherever it lies."""
+"""Packed leaves of any shapes and dtypes are read back bit for bit as they were written."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ LAYOUTS = list(UNITS)
 
 
 def leaf_of(rng, shape, dtype):
-    """Random bits: NaNs of every payload, minus zeros, denormals; keys as their words."""
+    """Returns random bits, including NaNs, -0.0 and denormals; keys as uint32 words."""
     if dtype == "key":
         return leaf_of(rng, (*shape, 2), "uint32")
     dtype = jnp.dtype(dtype)
@@ -45,7 +45,7 @@ def leaf_of(rng, shape, dtype):
 
 
 def random_spec(rng, dtypes):
-    """Five to twelve leaves, some of them nested."""
+    """Returns a spec of five to twelve leaves, some of them nested."""
     found = {"next": {}}
     for number in range(rng.integers(5, 13)):
         kind = SHAPES[rng.integers(len(SHAPES))], dtypes[rng.integers(len(dtypes))]
@@ -64,12 +64,12 @@ def items_of(rng, spec, *lead):
 
 
 def of(spec, function, *trees):
-    """What a function makes of every kind of leaf, and of the leaves of trees."""
+    """Maps a function over the (shape, dtype) leaves of a spec and the leaves of trees."""
     return jax.tree.map(function, spec, *trees, is_leaf=is_kind)
 
 
 def given(spec, items):
-    """Items as a buffer takes them."""
+    """Returns items in the form that a buffer takes, with words wrapped as keys."""
     wrap = lambda kind, leaf: jax.random.wrap_key_data(leaf) if kind[1] == "key" else leaf
     return of(spec, wrap, items)
 
@@ -92,7 +92,7 @@ def seen(leaves):
 
 
 class Model:
-    """Slots in NumPy."""
+    """A model of the slots in NumPy."""
 
     def __init__(self, spec):
         zeros = lambda leaf: np.zeros((N, *leaf.shape), leaf.dtype)
@@ -119,7 +119,7 @@ class Model:
 
 
 def one_of(rng, buffer, state, model, spec):
-    """One edit or write, to the state and to the model."""
+    """Makes one random edit or write to the state and to the model."""
     which = rng.integers(6)
     if which == 0:
         row = items_of(rng, spec, E)
@@ -151,7 +151,7 @@ def one_of(rng, buffer, state, model, spec):
 
 
 def mapped(spec, constants, items):
-    """Some leaves turned round in their first axis, or constants where they have none."""
+    """Reverses the first axis of items' leaves; scalars become constants."""
 
     def one(kind, constant, leaf):
         constant, leaf = bits(kind, constant), bits(kind, leaf)
@@ -162,7 +162,7 @@ def mapped(spec, constants, items):
 
 
 def bits(kind, leaf):
-    """A leaf, small floats as integers: XLA gives their NaNs other bits."""
+    """Views small floats as integers, because XLA changes the bits of their NaNs."""
     return leaf.view(SMALL[kind[1]]) if kind[1] in SMALL else leaf
 
 

@@ -1,4 +1,4 @@
-"""A state belongs to its description: every method refuses another one, when it is traced."""
+"""Every method raises at trace time for a state of another buffer description."""
 
 import dataclasses
 

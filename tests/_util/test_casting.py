@@ -1,4 +1,4 @@
-"""What methods take for an array, and which values are converted."""
+"""The arguments that methods accept as arrays, and the values that they convert."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import jrb
 
 
 class Lazy:
-    """As frames of Gymnasium, data sets of h5py and tensors have it."""
+    """An object with only `__array__`, like Gymnasium's frames, h5py's data sets and tensors."""
 
     def __init__(self, array, error=None):
         self.array, self.error = array, error
@@ -21,7 +21,7 @@ class Lazy:
 
 
 class Tensor(Lazy):
-    """A tensor of torch, whose dtype NumPy does not know."""
+    """A torch tensor, whose dtype NumPy does not know."""
 
     shape, dtype = (3,), "torch.float32"
 
@@ -37,7 +37,7 @@ ARRAYS = {
 
 
 def methods(buffer):
-    """What brings an item `{"x": leaf}` into a buffer, and its first item."""
+    """Returns functions that write a leaf to a buffer in different ways and read it back."""
     read = lambda state: buffer.take(state, jnp.array([0]))["x"][0]
     held = lambda: buffer.add(buffer.init({"x": ROW}), {"x": ROW + 1})
     sharded = jrb.Sharded(jrb.ReplayBuffer(4, num_envs=2, cast=buffer.cast), 2)
@@ -54,7 +54,7 @@ def methods(buffer):
 
 
 def _of_all(leaf):
-    """The leaf for each of four slots, of its own kind."""
+    """Repeats a leaf for four slots, in the same type."""
     if isinstance(leaf, list):
         return [leaf] * 4
     if isinstance(leaf, Lazy):
@@ -127,7 +127,7 @@ def test_other_objects_and_nested_lists_are_refused_too():
 def test_numbers_that_a_dtype_cannot_hold_are_refused(stored, given, fits):
     buffer = jrb.ReplayBuffer(4, cast=True)
     item = {"x": np.asarray([given, given])}
-    narrows = stored is jnp.float16  # which the compiled method does, where values are not known
+    narrows = stored is jnp.float16  # the compiled method narrows: it cannot check values
     for add in (buffer.add,) if narrows else (buffer.add, jrb.jitted(buffer).add):
         state = buffer.init({"x": jnp.zeros(2, stored)})
         if fits:

@@ -1,4 +1,4 @@
-"""Text of files that steers a terminal is shown escaped."""
+"""Control characters in text from files are printed escaped."""
 
 import sys
 import unicodedata

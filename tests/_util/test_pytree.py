@@ -1,4 +1,4 @@
-"""States, as they are made from others."""
+"""Copies of states with other fields, and hashes of descriptions."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ def test_a_description_has_nothing_beside_its_fields():
 
 @types.component
 class Counted:
-    """Says how often it was hashed."""
+    """A component that records each call of `__hash__`."""
 
     number: int
     seen: ClassVar[list[int]] = []
@@ -57,6 +57,6 @@ def test_a_description_is_hashed_once_and_forgotten_when_it_is_gone():
     gc.collect()
     assert tracemalloc.get_traced_memory()[0] < 1_500_000
     tracemalloc.stop()
-    # Another one may be where one was that is gone: it must not have its hash.
+    # A new object at the address of a deleted one must not have its hash.
     assert [hash(Counted(number)) for number in range(100)] == list(range(100))
     assert hash(copy.copy(Counted(5))) == hash(pickle.loads(pickle.dumps(Counted(6)))) - 1

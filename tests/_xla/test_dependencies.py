@@ -1,4 +1,4 @@
-"""Reads stay before the writes that follow them, and what is computed once is no constant."""
+"""Reads stay before later writes, and values that are evaluated once are no constants."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from tests.test_in_place import draw_add, growth
 @pytest.mark.parametrize("dtype", ["float32", "bool", "uint8", "int32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(), (1,), (32,), (32, 64), (32, 64, 17)])
 def test_what_is_never_returned_is_no_constant_of_the_program(shape, dtype):
-    """It would be made outside the branch, and copied whenever the other branch is taken."""
+    """A constant would be made outside the branch, and copied when the other branch is taken."""
     compute = lambda: dependencies.evaluate_once(lambda: jnp.ones(shape, dtype))
     program = jax.make_jaxpr(compute)()
     assert [constant.shape for constant in program.consts if jnp.size(constant) > 1] == []

@@ -1,4 +1,4 @@
-"""Few rows are read and written by one thread, and are the same rows."""
+"""One thread reads and writes few rows, with the same results."""
 
 import re
 
@@ -14,7 +14,7 @@ from jrb._xla import compiling, dependencies, gather
 from tests import test_devices as devices
 from tests.test_sum_tree import floats, same_bits
 
-N, E = 2**17, 4  # the fewest elements of 4 bytes that are spread over threads
+N, E = 2**17, 4  # N: the least number of 4-byte elements that XLA splits over threads
 EXAMPLE = {
     "observation": jnp.zeros(5),
     "small": jnp.zeros(3, jnp.uint8),
@@ -211,20 +211,20 @@ PARTS = {
 
 
 def story(parts):
-    """What a buffer draws, and its state after that, while its ring wraps."""
+    """Returns the samples of a buffer while its ring wraps, and its final state."""
     step, state = told_by(parts)
     return jax.lax.scan(step, state, jnp.arange(5))
 
 
 def stories(parts):
-    """The same of three buffers under `vmap`."""
+    """Returns the samples and final states of three buffers under `vmap`."""
     step, state = told_by(parts)
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), state)
     return jax.lax.scan(jax.vmap(step), states, jnp.arange(15).reshape(5, 3))
 
 
 def told_by(parts):
-    """A step that adds and draws, by its number; and the state that it begins with."""
+    """Returns a step that adds and draws, as a function of its number, and the initial state."""
     buffer = jrb.ReplayBuffer(64, num_envs=E, batch_size=8, **parts)
 
     def step(state, number):
@@ -257,7 +257,7 @@ def test_draws_are_the_same_as_elsewhere_than_on_the_cpu(name, tell, monkeypatch
 
 
 def changed(monkeypatch, module, name, value, tell):
-    """What is told with another value in a module."""
+    """Calls `tell` while a module has another value."""
     jax.clear_caches()
     with monkeypatch.context() as patch:
         patch.setattr(module, name, value)
@@ -290,7 +290,7 @@ def test_what_is_put_in_a_later_turn_stays(put, columns):
     rng = np.random.default_rng(9)
     counts, expected = (40, 1, 30), np.full(50, 2, np.float32)
     indices = rng.integers(0, 55, sum(counts)).astype(np.int32)
-    values = floats(np.repeat(rng.random(3), counts))  # in one turn, equal where indices are
+    values = floats(np.repeat(rng.random(3), counts))  # the values of one turn are equal
     for index, value in zip(indices, values, strict=True):
         if index < 50:
             expected[index] = value
@@ -298,13 +298,13 @@ def test_what_is_put_in_a_later_turn_stays(put, columns):
     assert same_bits(jax.jit(put, static_argnums=3)(jnp.full(50, 2.0), *shaped, counts), expected)
 
 
-# A write that Python calls wakes no thread.
+# A write called from Python wakes no thread.
 
 FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
 
 
 def kernels(text):
-    """What a program for the CPU runs one after the other, each with what it waits for."""
+    """Returns the kernels of a CPU program, each with the kernels that it waits for."""
     found, known = {}, {}
     for line in text[text.index("\nENTRY") :].splitlines()[2:]:
         if " = " not in line:
@@ -320,9 +320,9 @@ def kernels(text):
 
 
 def is_handed_over(text):
-    """Whether XLA's CPU client hands kernels to another thread.
+    """Returns True if XLA's CPU client hands kernels to another thread.
 
-    It does where more than eight others could run beside the next one.
+    It does so when more than eight kernels are ready besides the next one.
     """
     waiting = dict(kernels(text))
     ready = [name for name, needed in waiting.items() if not needed]
@@ -361,6 +361,6 @@ def test_a_write_that_python_calls_wakes_no_thread(method, envs, sampler, unit, 
     buffer, lead = jrb.ReplayBuffer(2**14, num_envs=envs, **parts), (2, envs)[method == "add" :]
     rows = jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), example)
     write = jax.jit(compiling.standalone_program(getattr(buffer, method)), donate_argnums=0)
-    as_users_do = {"xla_cpu_use_fusion_emitters": True}  # the tests go without: see `conftest`
+    as_users_do = {"xla_cpu_use_fusion_emitters": True}  # `conftest` turns it off
     compiled = write.lower(buffer.init(example), rows).compile(as_users_do)
     assert not is_handed_over(compiled.as_text())

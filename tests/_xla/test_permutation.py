@@ -1,4 +1,4 @@
-"""The computed permutation is a permutation for every n, and a random one."""
+"""`permute` gives a permutation for every n, and a random one."""
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,13 @@ permute = jax.jit(random_bits.permute)
 @jax.jit
 @jax.vmap
 def small_orders(seed, n):
-    """The order of 0 .. n - 1, and its last element again up to 300."""
+    """Returns the permutation of 0 .. n - 1, padded with its last element."""
     return random_bits.permute(seed, n, jnp.minimum(jnp.arange(SMALL), jnp.maximum(n, 1) - 1))
 
 
 @jax.jit
 def many_orders(seeds, n):
-    """The orders of 0 .. 9, or of fewer."""
+    """Returns the permutations of 0 .. n - 1 for many seeds, padded to 10 elements."""
     i = jnp.minimum(jnp.arange(10), n - 1)
     return jax.vmap(lambda seed: random_bits.permute(seed, n, i))(seeds)
 

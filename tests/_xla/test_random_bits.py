@@ -1,4 +1,4 @@
-"""Random bits are JAX's own, and their maps to a range are exact."""
+"""Random bits equal JAX's own, and their maps to a range are exact."""
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,7 @@ def test_below_takes_one_bound_for_all_words(n):
 
 
 def unmix(words):
-    """The inverse of `mix`, by modular inverses and repeated shifts."""
+    """Inverts `mix`, by modular inverses and repeated shifts."""
     words = words ^ (words >> 16)
     words = words * np.uint32(pow(0x846CA68B, -1, 2**32))
     words = words ^ (words >> 15) ^ (words >> 30)
@@ -162,7 +162,7 @@ def test_10_million_leaves_share_all_random_words(half, monkeypatch):
     draw = jax.jit(lambda words: sum_tree.draw(tree, words, 1 << 20, False)[1])
     fixed = jnp.full(1 << 20, 1_234_567_890, jnp.uint32)
     drawn, low = [], jnp.asarray(np.random.default_rng(13).integers(0, 4, 1 << 20, np.uint32))
-    for chunk in range(4):  # of each four words that follow each other, one
+    for chunk in range(4):  # one of every four consecutive words
         every = ((((chunk << 20) + jnp.arange(1 << 20, dtype=jnp.uint32)) << 2) + low) << 8
         drawn.append(draw(jnp.stack([fixed, every] if half else [every, fixed])))
     drawn = np.concatenate(drawn)

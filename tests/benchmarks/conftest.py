@@ -1,4 +1,4 @@
-"""Benchmarks need what the extra `bench` brings, and mix dtypes as other libraries do."""
+"""Skips the tests without the extra `bench`, and allows the dtype promotion of other libraries."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""`jrb bench`, which is `python -m benchmarks` too."""
+"""The command `jrb bench`, also known as `python -m benchmarks`."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def test_a_peer_that_is_missing_is_named(tmp_path, capsys, monkeypatch):
 
 
 def loaded(capsys):
-    """The command's own copy of the benchmarks."""
+    """Returns the module `command` of the copy of the benchmarks that `jrb` loads."""
     call(capsys, "bench", "--list")
     return sys.modules["jrb._benchmarks.command"]
 

@@ -1,4 +1,4 @@
-"""Programs compiled for a GPU are looked through as their text is; here there is no GPU."""
+"""Counts of kernels in programs compiled for a GPU, without a GPU."""
 
 import dataclasses
 

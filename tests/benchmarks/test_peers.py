@@ -1,4 +1,4 @@
-"""All peers that say they can do something hold what was added, and draw what was asked for."""
+"""Every peer holds the added items and draws the requested ones, for each setup it supports."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from tests.benchmarks.tiny import SETUPS
 pytestmark = pytest.mark.slow
 
 ALIKE = ("frames", "CartPole", "many environments")
-"""Setups that differ from others only for peers on the host."""
+"""Setups that test something new only for peers on the host."""
 CASES = [
     pytest.param(peer, setup, id=f"{peer.name}, {name}")
     for name, setup in SETUPS.items()
@@ -28,7 +28,7 @@ def installed(peer):
 
 
 def turned(peer, setup, rounds):
-    """What is drawn and written in some rounds: batches, the rows added, the buffer."""
+    """Runs some rounds of add, sample and update; returns the batches and the buffer."""
     buffer = peer.full(setup)
     compiled = jax.jit if peer.on_device else lambda function: function
     add, sample, update = map(compiled, (buffer.add, buffer.sample, buffer.update))
@@ -55,7 +55,7 @@ def test_what_is_drawn_was_added(peer, setup):
 
 
 def check(setup, batch):
-    """Rows are those of their numbers, of this buffer, and what the unit makes of them."""
+    """Asserts that a batch holds the items that the unit makes of rows with its numbers."""
     lead = (setup.batch, LENGTH) if setup.unit == "slices" else (setup.batch,)
     seen = last_frames(setup, batch)
     numbers = items.numbers(setup.items, seen)
@@ -73,7 +73,7 @@ def check(setup, batch):
 
 
 def last_frames(setup, batch):
-    """The batch, without what stands before the last frame of stacks."""
+    """Returns the batch with only the last frame of each stack."""
     if setup.unit != "stack":
         return batch
     assert batch["obs"].shape == batch["next_obs"].shape == (setup.batch, STACK, *items.FRAME)
@@ -81,10 +81,10 @@ def last_frames(setup, batch):
 
 
 def n_steps(setup, numbers, first, seen):
-    """Returns of three rows, where no episode ends among them; others are left as they are."""
+    """Returns items with three-step returns; those that an episode's end cuts are as drawn."""
     ahead = [items.rows(setup.items, numbers + k * setup.envs, setup.envs) for k in range(STEPS)]
     free = ~np.any([rows["done"] for rows in ahead], axis=0)
-    free &= numbers + 2 * setup.envs < setup.capacity  # and of which all three are held
+    free &= numbers + 2 * setup.envs < setup.capacity  # and all three rows are held
     rewards = sum(DISCOUNT**k * rows["reward"] for k, rows in enumerate(ahead)).astype("f4")
     pick = lambda new, old: np.where(free.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
     return {

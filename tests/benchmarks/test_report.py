@@ -1,4 +1,4 @@
-"""What was found is written, read back, and shown."""
+"""Results are written, read back, and formatted."""
 
 import io
 

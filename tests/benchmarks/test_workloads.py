@@ -1,4 +1,4 @@
-"""Every workload runs once, with tiny sizes, and all that is installed."""
+"""Every workload runs once, with tiny sizes and all installed peers."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ OURS = [peer for peer in peers.ALL if peer.name in ("jrb", "limit", "NumPy")]
 
 
 def run(cases, wanted):
-    """The rows of some cases."""
+    """Runs some cases, of which none may fail, and returns their rows."""
     found = running.group("some", "About.", cases, wanted, lambda name: None)
     assert found["machine"]["versions"]["jax"] == jax.__version__
     assert [row["failed"] for row in found["rows"] if "failed" in row] == []
@@ -136,7 +136,7 @@ def test_copies_are_fast():
 
 
 def bound(makers, what):
-    """The programs that these make of it."""
+    """Binds the argument of functions that make programs."""
     return {name: lambda make=make: make(what) for name, make in makers.items()}
 
 

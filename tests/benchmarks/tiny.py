@@ -1,4 +1,4 @@
-"""Setups and results so small that a test has no time to lose with them."""
+"""Small setups and results, for fast tests."""
 
 from benchmarks.setup import Setup
 from benchmarks.timing import Program
@@ -21,12 +21,12 @@ SETUPS = {
 
 
 def program(seconds):
-    """A program that does nothing, and has taken so long."""
+    """Returns a program that does nothing, with these times."""
     return Program(lambda: None, times=list(seconds))
 
 
 def result(group="cycle"):
-    """What a run could have found."""
+    """Returns an example of the results of a run."""
     here = {"items": "5 leaves", "N": 10**5, "B": 256}
     there = here | {"N": 10**6}
     row = lambda what, facts, peer, time, ratio, **more: {

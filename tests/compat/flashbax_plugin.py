@@ -1,9 +1,9 @@
-"""A plugin of pytest with which flashbax's own tests test `jrb.compat.flashbax`.
+"""A pytest plugin that runs flashbax's own tests on `jrb.compat.flashbax`.
 
     python -m pytest -p tests.compat.flashbax_plugin FOLDER_OF_FLASHBAX
 
-flashbax's tests also call functions of its modules that its makers wrap, which take the window with
-each call. They are made here of the makers' buffers.
+flashbax's tests also call the functions that its makers wrap, which take the length and the period
+of windows in each call. The plugin builds these functions from the makers' buffers.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jrb.compat.flashbax as fbx
 
 
 def functions(state, length=None, period=1):
-    """The functions for windows of a state that was made without knowing of them."""
+    """Returns the buffer of a state, with windows of this length and period."""
     prioritised = isinstance(state, fbx.PrioritisedTrajectoryBufferState)
     kind = fbx.PrioritisedTrajectoryBuffer if prioritised else fbx.TrajectoryBuffer
     buffer = state.buffer
@@ -33,7 +33,7 @@ def init(experience, envs, rows):
 
 def prioritised_init(experience, envs, rows, period):
     maker = fbx.make_prioritised_trajectory_buffer
-    one = maker(envs, 1, 1, period, 1, None, rows + -rows % period)  # tests ask for other sizes
+    one = maker(envs, 1, 1, period, 1, None, rows + -rows % period)  # the maker needs a multiple
     buffer = dataclasses.replace(one.buffer, capacity=rows * envs)
     return dataclasses.replace(one, buffer=buffer).init(experience)
 
@@ -74,7 +74,7 @@ FUNCTIONS = {
 
 
 def pytest_configure():
-    """Called where this is a plugin, and not where it is looked at for examples."""
+    """Installs the functions; not called when doctests import this module."""
     jax.tree_map = jax.tree.map  # JAX has removed what flashbax's tests of mixtures call
     fbx.install()
     for module, names in FUNCTIONS.items():

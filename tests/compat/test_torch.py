@@ -1,4 +1,4 @@
-"""Batches as tensors of PyTorch."""
+"""Batches as PyTorch tensors."""
 
 import jax
 import jax.numpy as jnp

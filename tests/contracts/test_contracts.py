@@ -1,4 +1,4 @@
-"""What a part leaves out is right by default, or raises and names the method."""
+"""A method that a part does not define has a correct default, or raises and names itself."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -51,7 +51,7 @@ class MembersState(State):
 
 @component
 class Members(Sampler):
-    """Draws what it remembers as anchors, in a plain array, all alike."""
+    """A uniform sampler that stores the anchors as a boolean array."""
 
     def init(self, ring):
         return MembersState(is_anchor=jnp.zeros(ring.capacity, bool))
@@ -71,7 +71,7 @@ class Members(Sampler):
 
 
 class Draws(Sampler):
-    """Draws the first anchors: what all samplers below have, and no more."""
+    """Draws the first anchor only; the base of the samplers below, with no other method."""
 
     def draw(self, ring, state, anchors, key, batch_size, beta=None):
         mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
@@ -213,7 +213,7 @@ def test_a_unit_that_reads_rows_before_names_what_it_lacks(method):
 def test_the_previous_action_is_that_of_the_episode():
     buffer, state = filled(8, done=(2,), unit=PreviousAction())
     state = buffer.truncate(state)
-    state = buffer.extend(state, rows(2))  # over the first two
+    state = buffer.extend(state, rows(2))  # overwrites the first two rows
     batch = buffer.sample(state, KEY, 64)
     told = {
         (slot, before, first, mask)
@@ -225,7 +225,7 @@ def test_the_previous_action_is_that_of_the_episode():
         )
     }
     assert told == {
-        (2, 0, False, False),  # the row before it is gone
+        (2, 0, False, False),  # the row before it was overwritten
         (3, 0, True, True),
         (4, 4, False, True),
         (5, 5, False, True),
@@ -242,7 +242,7 @@ def test_the_previous_action_is_that_of_the_episode():
     assert seen == {0: False, 1: True, 2: True, 3: True}
 
 
-# What may be wrong in a part, and what `conform` says of it.
+# Wrong parts, and the message of `conform` for each.
 
 
 def broken(kind: Any = RankBased, **methods: Any) -> Any:
@@ -258,7 +258,7 @@ def _stats_of_counts(self, ring, state, anchors):
 
 
 def _edit_all(self, context, state, slots, values):
-    """Edits every slot, to the value of the first."""
+    """Sets every slot to the first value."""
     every = {name: jnp.repeat(leaf[:1], 64, axis=0) for name, leaf in values.items()}
     return BitStorage().edit(context, state, None, every)
 
@@ -379,14 +379,14 @@ def test_the_checks_of_a_base_are_those_of_parts_below_it():
 
 @pytest.mark.parametrize("name", ["check", "num_pending"])
 def test_methods_that_would_not_be_called_are_refused(name):
-    """A sampler with an order has to say so by its base, or its items would be overwritten."""
+    """A sampler with an order must derive from `OrderedSampler`, or its items are overwritten."""
     with pytest.raises(TypeError, match=rf"Mine\.{name}: expected a class below .*OrderedSampler"):
         type("Mine", (jrb.types.Sampler,), {name: lambda self, *_: None})
     assert type("Mine", (jrb.types.OrderedSampler,), {name: lambda self, *_: None})
 
 
 def test_a_slice_is_planned_for_a_single_row_only():
-    """A storage would write the first row, and lose the others."""
+    """Of several rows, a storage would write the first and lose the others."""
     plan = {"expired": jnp.int32(0), "written": jnp.ones(2, bool), "passed": jnp.arange(1, 3)}
     slots = jnp.arange(2)
     with pytest.raises(ValueError, match="expected a single row of time"):

@@ -1,4 +1,4 @@
-"""Reading from flashbax: what it holds and what it draws, this holds and draws too."""
+"""A state read from flashbax holds and draws the same items as in flashbax."""
 
 import functools
 import sys
@@ -19,7 +19,7 @@ EXPONENT = 0.6
 
 
 def steps(start, count, envs):
-    """Timesteps `[A, T, ...]`, in which every one has a number of its own."""
+    """Returns timesteps `[A, T, ...]`, each with a unique number."""
     time = jnp.arange(start, start + count, dtype=jnp.int32)
     number = time + 1000 * jnp.arange(envs, dtype=jnp.int32)[:, None]
     observation = jnp.stack([number, -number], axis=-1).astype(jnp.float32)
@@ -34,7 +34,7 @@ EXAMPLE = jax.tree.map(lambda leaf: leaf[0, 0], steps(0, 1, 1))
 
 
 def filled(buffer, count, envs, by=3):
-    """A state of flashbax after `count` timesteps, added three at a time."""
+    """Returns a flashbax state after `count` timesteps, added `by` at a time."""
     with jax.numpy_dtype_promotion("standard"):
         state = buffer.init(EXAMPLE)
         for start in range(0, count, by):
@@ -43,7 +43,7 @@ def filled(buffer, count, envs, by=3):
 
 
 def compiled(buffer):
-    """The same buffer, faster."""
+    """Returns the buffer with jitted methods."""
     methods = ("init", "add", "sample", "set_priorities")
     return buffer.replace(
         **{name: jax.jit(getattr(buffer, name)) for name in methods if hasattr(buffer, name)}
@@ -71,7 +71,7 @@ def prioritised(envs, length, sequence=2, period=1):
 
 
 def with_priorities(buffer, state, rounds=4):
-    """The state after a few updates of what flashbax draws, and the greatest priority given."""
+    """Returns the state after a few priority updates, and the greatest new priority."""
     highest = 1.0
     with jax.numpy_dtype_promotion("standard"):
         for seed in range(rounds):
@@ -88,7 +88,7 @@ def drawn(buffer, state, seed=0):
 
 
 def numbers(buffer, state):
-    """The number that each slot holds, `[R, E]`, of a ring that has not come round or is full."""
+    """Returns the number in each slot, `[R, E]`, of a ring that is full or has not wrapped."""
     slots = jnp.arange(int(buffer.size(state))).reshape(-1, buffer.ring.envs)
     return np.asarray(buffer.take(state, slots)["number"])
 
@@ -236,7 +236,7 @@ def test_a_priority_of_zero_is_none_unless_the_length_is_known():
 
 def test_a_broken_sequence_has_no_priority_where_the_length_is_known():
     theirs = prioritised(1, 8)
-    with jax.numpy_dtype_promotion("standard"):  # a late update of what was overwritten
+    with jax.numpy_dtype_promotion("standard"):  # a late update of an overwritten sequence
         state = theirs.set_priorities(filled(theirs, 11, 1), jnp.array([2]), jnp.array([5.0]))
     of = lambda length: checkpoint.read_flashbax(state, sequence_length=length).info["priorities"]
     assert of(None)[2, 0] == pytest.approx(5.0**EXPONENT)
@@ -330,7 +330,7 @@ def test_arguments_that_do_not_fit_are_refused():
 
 @pytest.fixture
 def vault(tmp_path):
-    """A folder with a vault of 10 timesteps of 2 rows, out of a buffer for 6."""
+    """Returns the folder of a vault: 10 timesteps of 2 environments, from a buffer for 6."""
     library = pytest.importorskip("flashbax.vault")
     theirs = trajectory(2, 6)
     with jax.numpy_dtype_promotion("standard"):

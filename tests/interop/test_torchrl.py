@@ -1,4 +1,4 @@
-"""TorchRL's dumps: what real ones hold, and what comes back of those that are written."""
+"""Reading of dumps that TorchRL wrote, and writing of dumps that TorchRL and jrb read."""
 
 import json
 import os
@@ -24,7 +24,7 @@ FLAGS = ("done", "terminated", "truncated")
 
 
 def named(items, prefix=""):
-    """The arrays of nested dicts, by name."""
+    """Returns the arrays of nested dicts by path."""
     out = {}
     for key, entry in items.items():
         inner = named(entry, f"{prefix}{key}/") if isinstance(entry, dict) else None
@@ -42,7 +42,7 @@ def assert_same(items, truth):
 
 
 def truth_of(name):
-    """What `rb[:]` was, with time first, and what the buffer said of itself."""
+    """Returns the items of `rb[:]`, time first, and the recorded metadata of the buffer."""
     with np.load(DATA / f"{name}.npz") as file:
         leaves = {key: file[key] for key in file}
     about = json.loads(str(leaves.pop("__meta__")))
@@ -148,14 +148,14 @@ def test_a_dump_becomes_a_state(name):
 
 
 def narrow(leaf):
-    """Without 64 bits, which JAX has only if asked."""
+    """Converts int64 to int32, as JAX does by default."""
     return leaf.astype({np.dtype(np.int64): np.int32}.get(leaf.dtype, leaf.dtype))
 
 
 def step(row, envs, end, one=(1,), width=3):
-    """Transitions of one row, in which observations count on, and jump after every fifth.
+    """Returns the transitions of a row; observations count up, and jump after every fifth row.
 
-    Rewards and flags have the axes `one` behind those of the environments.
+    Rewards and flags have the axes `one` after those of the environments.
     """
     lead = () if envs is None else (envs,)
     shift = np.zeros(lead, np.int32) if envs is None else np.arange(envs, dtype=np.int32) * 100
@@ -180,7 +180,7 @@ def step(row, envs, end, one=(1,), width=3):
 
 
 def filled(rows, envs, count, one=(1,), **parts):
-    """A buffer of some rows, to which `count` were written, and its state."""
+    """Returns a buffer of `rows` rows, to which `count` rows were written, and its state."""
     buffer = jrb.ReplayBuffer(rows * (envs or 1), envs, batch_size=8, **parts)
     state = buffer.init(step(0, None, False, one))
     if count:
@@ -190,7 +190,7 @@ def filled(rows, envs, count, one=(1,), **parts):
 
 
 def in_storage(buffer, state):
-    """The items in the order of the ring, as NumPy arrays."""
+    """Returns the items in slot order, as NumPy arrays."""
     rows = int(buffer.size(state)) // buffer.ring.envs
     lead = (rows,) if buffer.num_envs is None else (rows, buffer.ring.envs)
     slots = jnp.arange(rows * buffer.ring.envs, dtype=jnp.int32).reshape(lead)
@@ -362,7 +362,7 @@ def test_what_cannot_be_written_is_said(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# Damage.
+# Damaged dumps.
 
 
 @pytest.mark.faults
@@ -435,7 +435,7 @@ def test_sizes_that_the_files_do_not_have(name, size, tmp_path):
 @pytest.mark.parametrize("value", [-1, 10**15, float("nan"), float("inf"), "9", None, {}, [], True])
 def test_numbers_that_cannot_be(file, key, value, tmp_path):
     if (key, value) in [("_max_priority", None), ("_max_priority", 10**15), ("_alpha", 10**15)]:
-        return  # these can be
+        return  # these are valid
     path = copied("per_default_1d_wrapped", tmp_path)
     changed(path / file, lambda about: about.update({key: value}))
     with pytest.raises(DamagedError, match="expected"):
@@ -653,11 +653,11 @@ def test_hdf5_may_be_compressed(tmp_path):
     assert_same(read_torchrl(path).items, truth_of("h5_1d_wrapped")[0])
 
 
-# TorchRL itself, where it is installed.
+# Round trips with TorchRL, if it is installed.
 
 
 def theirs(layout, rows, envs, prioritized=False):
-    """A buffer of TorchRL's."""
+    """Returns an empty TorchRL buffer with this layout of dumps."""
     data = pytest.importorskip("torchrl.data")
     checkpointers = pytest.importorskip("torchrl.data.replay_buffers.checkpointers")
     storage = data.LazyTensorStorage(rows * (envs or 1), ndim=1 if envs is None else 2)
@@ -674,7 +674,7 @@ def theirs(layout, rows, envs, prioritized=False):
 
 
 def as_tensors(items, envs, rows):
-    """A TensorDict of theirs, environments first."""
+    """Converts items to a TensorDict, environments first."""
     torch, tensordict = pytest.importorskip("torch"), pytest.importorskip("tensordict")
 
     def tensor(leaf):
@@ -688,7 +688,7 @@ def as_tensors(items, envs, rows):
 
 
 def as_arrays(tensors, envs):
-    """Their items as arrays, time first."""
+    """Converts a TensorDict to nested dicts of arrays, time first."""
     torch = pytest.importorskip("torch")
     out = {}
     for key, leaf in tensors.items():
@@ -749,7 +749,7 @@ def test_what_torchrl_writes_is_read(tmp_path, layout, envs, count, before):
     items.update({flag: np.zeros_like(items["next"][flag]) for flag in FLAGS})
     for part in (items, items["next"]):
         if layout == "h5":
-            part["observation"].pop("x y")  # has no bfloat16
+            part["observation"].pop("x y")  # HDF5 has no bfloat16
     if layout in ("nested", "h5"):
         items.pop("empty")
     rows = lambda start, stop: jax.tree.map(lambda leaf: leaf[start:stop], items)

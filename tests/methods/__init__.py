@@ -1,4 +1,4 @@
 import pytest
 
 for name in ("model", "programs", "samplers", "units", "writers"):
-    pytest.register_assert_rewrite(f"tests.methods.{name}")  # what they assert is told in full
+    pytest.register_assert_rewrite(f"tests.methods.{name}")  # makes their asserts print details

@@ -1,4 +1,4 @@
-"""A buffer in plain Python: the methods, made of what writers, units and samplers do."""
+"""A buffer in plain Python: its methods, composed of models of writers, units and samplers."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from tests.methods.writers import MANY, Row
 
 
 class Model:
-    """What a state holds, and what may be drawn from it."""
+    """The contents of a state, and the items that may be drawn from it."""
 
     def __init__(self, buffer, rule):
         self.take_parts(buffer, rule)
@@ -24,7 +24,7 @@ class Model:
     # Anchors.
 
     def learn(self):
-        """Anchors came and went: those that stay keep their order."""
+        """Updates the anchors after a change; those that stay keep their order."""
         found = dict(units.anchors(self.rule, self.writer))
         stay = [row for row in self.anchors if row in found and self.writer.is_chronological]
         new = found.keys() - set(stay)
@@ -32,22 +32,22 @@ class Model:
         self.anchors = self.sorted(order)
 
     def learn_anew(self):
-        """The same after all rows were told of again, one after the other."""
+        """Rebuilds the anchors, as after a replay of all rows one by one."""
         found = sorted(units.anchors(self.rule, self.writer), key=lambda pair: pair[1])
         rows = [row for row, _ in found]
         self.anchors = self.sorted(rows)
 
     @property
     def per_env(self):
-        """Whether anchors are counted environment by environment."""
+        """Returns True if anchors are ordered environment by environment."""
         return self.writer.is_chronological and (self.buffer.writer.per_env or self.rule.by_lane)
 
     def sorted(self, anchors):
-        """In the order in which they are counted."""
+        """Returns anchors in rank order."""
         return self.writer.sorted(anchors, self.rule.all_held) if self.per_env else anchors
 
     def changed(self, before):
-        """The sampler learns what a call did."""
+        """Updates the sampler after a call."""
         lanes = self.per_env
         places = self.rule.all_held and (lanes or not self.writer.is_chronological)
         names = (lambda row: row.slot) if places else id
@@ -56,7 +56,7 @@ class Model:
     # Methods.
 
     def write(self, given, length):
-        """Rows of time, those that are not masked and for which there is room."""
+        """Writes the rows that are not masked and for which there is room."""
         before, room = self.anchors, self.room()
         for t in range(length):
             rows = self.rows(given, t)
@@ -73,7 +73,7 @@ class Model:
         assert not (self.buffer.writer.blocks_when_full and getattr(self.sampler, "lost", 0))
 
     def rows(self, given, t):
-        """The items that come at time t."""
+        """Returns the items that are written at time t."""
         names, found = ("number", "x", "after", "reward", "done"), []
         for env in range(self.writer.envs):
             if given["mask"][t] if given["mask"].ndim == 1 else given["mask"][t, env]:
@@ -83,7 +83,7 @@ class Model:
         return found
 
     def room(self):
-        """For how many rows there is room."""
+        """Returns the number of rows for which there is room."""
         if not self.buffer.writer.blocks_when_full:
             return 10**9
         held = len(self.writer.lanes[0])
@@ -95,13 +95,13 @@ class Model:
         return free + max(0, read - self.unit.lookback - (self.unit.max_entry_delay or 0))
 
     def set(self, slots, values, flags):
-        """Other values; where flags are among them, ends of episodes are learned anew."""
+        """Overwrites values; with flags, also recomputes the ends of episodes and the anchors."""
         found = {slot: (self.at(slot), number) for number, slot in enumerate(slots)}
         for row, number in found.values():
             for name in values if row else ():
                 row.items[name] = values[name][number]
             if row and row.items["done"]:
-                row.cut = False  # a flag that goes takes the cut along
+                row.cut = False  # clearing the flag later also clears the cut
         if flags and not self.unit.one_row:
             before = self.anchors
             self.writer.counted()
@@ -139,17 +139,17 @@ class Model:
     def update(self, slots, priorities):
         self.sampler.update([self.at(slot) for slot in slots], priorities)
 
-    # Another description.
+    # Rebuilding as another description.
 
     def is_refused(self, buffer):
-        """Whether rows that are dealt out anew would lose what the new parts need."""
+        """Returns True if redistributing rows would break the history that the new unit needs."""
         lanes = getattr(self.writer, "lanes", [])
         if buffer.writer.per_env or not buffer.writer.is_chronological:
             return False
         return len(set(map(len, lanes))) > 1 and buffer.unit.requires_contiguous_history
 
     def rebuild(self, buffer, rule):
-        """All moves to a buffer of other parts, which knows what this one did."""
+        """Moves all rows to a buffer of other parts."""
         old, held = self.sampler, self.writer
         self.forget(buffer, rule)
         self.take_parts(buffer, rule)
@@ -158,7 +158,7 @@ class Model:
         self.adopt(old)
 
     def forget(self, buffer, rule):
-        """What the new parts will not know."""
+        """Drops the values that the new parts cannot restore."""
         for row in self.writer.held().values():
             row.cut = row.cut and not self.unit.one_row
             if not self.rule.knows_past or (rule != self.rule and row.position):
@@ -173,7 +173,7 @@ class Model:
                 row.given = None
 
     def adopt(self, old):
-        """The sampler goes on where another one was, as far as it can."""
+        """Continues from the old sampler, as far as the new one can."""
         here = set(self.anchors)
         for row in self.writer.held().values():
             if row not in here:

@@ -1,4 +1,4 @@
-"""Random programs of methods: what they are given, and how a buffer and its model run them."""
+"""Random programs of methods: their arguments, and how a buffer and its model run them."""
 
 import operator
 
@@ -23,11 +23,11 @@ CHANCES = {
     "update": 0.1,
     "empty": 0.04,
 }
-"""How often each method comes."""
+"""The probability of each method."""
 
 
 def methods_of(buffer):
-    """Those that a buffer has."""
+    """Returns the names of the methods that a buffer supports."""
     left_out = () if buffer.sampler.prioritized else ("drop", "update")
     if not buffer.writer.writes:
         left_out += ("extend", "add", "set", "set_rest", "empty")
@@ -37,13 +37,13 @@ def methods_of(buffer):
 
 
 def methods(rng, names, *lead):
-    """Which of the methods of these names come, int32 `[*lead]`."""
+    """Draws methods, as indices into `names`, int32 `[*lead]`."""
     chances = np.array([CHANCES[method] for method in names])
     return rng.choice(len(chances), lead, p=chances / chances.sum()).astype(np.int32)
 
 
 def arguments(rng, buffer, *lead):
-    """What they are given, `[*lead, ...]`."""
+    """Draws the arguments of methods, `[*lead, ...]`."""
     wide = (*lead, T, buffer.ring.envs)
     priorities = rng.random(wide).astype(np.float32) * 4
     odd = rng.random(wide)
@@ -55,7 +55,7 @@ def arguments(rng, buffer, *lead):
     number = np.arange(np.prod(wide[1:] if lead else wide), dtype=np.int32)
     return {
         "number": np.broadcast_to(number.reshape(wide[1:] if lead else wide), wide).copy(),
-        "x": rng.integers(0, 3, wide, dtype=np.int32),  # few numbers, often the next one's
+        "x": rng.integers(0, 3, wide, dtype=np.int32),  # few values, often equal to the next row's
         "after": rng.integers(0, 3, wide, dtype=np.int32),
         "reward": rewards,
         "done": rng.random(wide) < 0.25,
@@ -67,23 +67,23 @@ def arguments(rng, buffer, *lead):
     }
 
 
-# A buffer.
+# Programs on a buffer.
 
 
 def rows(given):
-    """Items `[T, E]`."""
+    """Returns items `[T, E]`."""
     after = {"observation": given["after"], "reward": given["reward"], "done": given["done"]}
     return {"observation": given["x"], "number": given["number"], "next": after}
 
 
 def edits(given, flags):
-    """Other values for leaves of two items."""
+    """Returns new values for some leaves of two items."""
     after = {"observation": given["after"][:, 0]} | ({"done": given["done"][:, 0]} if flags else {})
     return {"observation": given["x"][:, 0], "next": after}
 
 
 def objects(items):
-    """Items `[...]` as lists of objects."""
+    """Converts items `[...]` to nested lists of objects."""
     leaf = jax.tree.leaves(items)[0]
     if not np.ndim(leaf):
         return jax.tree.map(lambda leaf: leaf.item(), items)
@@ -91,14 +91,14 @@ def objects(items):
 
 
 def drawn(found):
-    """What the model is to know of a draw."""
+    """Returns the state, and the slots, mask and draw counts of a sample."""
     state, sample = found
     draws = sample.info.get("draws", jnp.zeros_like(sample.indices))
     return state, (sample.indices, sample.weights > 0, draws)
 
 
 def branches(buffer):
-    """What each method of a program does: the state, and what was drawn."""
+    """Returns a function per method, from a state and arguments to a state and a draw."""
     shelved = buffer.storage.of_objects
     kept = objects if shelved else lambda items: items
     at = lambda items, where: kept(jax.tree.map(lambda leaf: leaf[where], items))
@@ -131,7 +131,7 @@ def branches(buffer):
 
 
 def step(buffer, names):
-    """One step of a program, compiled: the state, and what the model is told of it."""
+    """Returns one step of a program: to a state, and the draw and item numbers for the model."""
     known = branches(buffer)
     calls = [known[method] for method in names]
 
@@ -143,13 +143,13 @@ def step(buffer, names):
 
 
 def items(buffer, state):
-    """Those in all slots; `take` would raise where nothing is held."""
+    """Returns the items of all slots; `take` would raise for empty slots."""
     place = jnp.arange(buffer.capacity, dtype=jnp.int32)
     return buffer.storage.read(context_of(buffer, state.writer), state.storage, lambda name: place)
 
 
 def seen(buffer, state, items, many=MANY):
-    """What a state holds, slot by slot, and draws of many, or of none."""
+    """Returns the contents of a state by slot, and a batch of `many` draws (none if 0)."""
     slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
     order, count = buffer.in_order(state)
     sample = buffer.sample(state, jax.random.key(0), many) if many else None
@@ -168,11 +168,11 @@ def seen(buffer, state, items, many=MANY):
     return found
 
 
-# Its model.
+# Programs on a model.
 
 
 def follow(model, method, given, told):
-    """The same in plain Python; `told`: what was drawn, and the items' numbers slot by slot."""
+    """Runs a method on the model; `told` holds the draw and the item number of each slot."""
     drawn, numbers = told
     given = {**given, "told": numbers}
     if method == "extend":
@@ -197,7 +197,7 @@ def follow(model, method, given, told):
 
 
 def check(model, found):
-    """What a state holds is what the model holds."""
+    """Asserts that a state holds the contents of the model."""
     held, anchors = model.writer.held(), set(model.anchors)
     order = found["order"][: int(found["count"])].tolist()
     assert order == model.writer.in_order()

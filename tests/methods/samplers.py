@@ -1,4 +1,4 @@
-"""What is drawn, in plain Python: for each kind of sampler, of anchors in their order."""
+"""Samplers in plain Python: which anchors each kind may draw, given anchors in rank order."""
 
 import math
 from fractions import Fraction
@@ -9,52 +9,52 @@ import jrb
 
 
 class Alike:
-    """All that may be drawn may be drawn at any time, each for itself."""
+    """Draws any anchors, with replacement; the base of the other models."""
 
     def __init__(self, sampler, spaces):
         self.sampler, self.spaces = sampler, spaces
         self.empty()
 
     def empty(self):
-        """Nothing is known."""
+        """Resets the state."""
 
     def wrote(self, new, held, anchors, waits):
-        """One row of time was written."""
+        """Handles one written row."""
 
     def changed(self, before, after, names=None, lanes=False):
-        """Anchors came and went in one call, in whose order they are given."""
+        """Handles the anchors before and after one call, both in rank order."""
 
     def told_anew(self, before, after):
-        """All anchors were counted anew."""
+        """Handles a rebuild of all anchors."""
 
     def adopt(self, old, anchors):
-        """Goes on where the sampler of another buffer was."""
+        """Continues from the sampler of another buffer."""
 
     def unread(self, anchors):
-        """Those that may not be lost; None if all may be."""
+        """Returns the anchors that must not be overwritten; None if all may be."""
         return
 
     def may(self, anchors):
-        """What may be drawn."""
+        """Returns the anchors that may be drawn."""
         return anchors
 
     def ready(self, anchors):
-        """Whether there is something to draw."""
+        """Returns True if there is something to draw."""
         return bool(self.may(anchors))
 
     def draw(self, anchors, slots, real):
-        """Takes what was drawn, or fails."""
+        """Asserts that a draw is possible, and updates the state."""
         may = {row.slot for row in self.may(anchors)}
         assert all(real) if may else not any(real)
         assert not may or set(slots) <= may
 
     def at_end(self, anchors, slots, real):
-        """The same of a draw of many."""
+        """Asserts that a draw of many is possible, and draws every anchor that may be drawn."""
         assert set(drawn(slots, real)) == {row.slot for row in self.may(anchors)}
 
 
 def drawn(slots, real):
-    """The slots that count."""
+    """Returns the slots that are not masked."""
     return [slot for slot, one in zip(slots, real, strict=True) if one]
 
 
@@ -68,7 +68,7 @@ class Newest(Alike):
 
 
 class Distinct(Alike):
-    """Each stands once in a batch."""
+    """Draws each anchor at most once per batch."""
 
     def draw(self, anchors, slots, real):
         count = min(len(slots), len(anchors))
@@ -80,7 +80,7 @@ class Distinct(Alike):
 
 
 class Priorities(Alike):
-    """What is known of anchors is with their rows."""
+    """Stores the priorities of anchors in their rows."""
 
     def empty(self):
         self.highest, self.refused = np.float32(1), 0
@@ -92,10 +92,10 @@ class Priorities(Alike):
         self.learn(held, anchors)
         self.highest = max([self.highest, *good])
         for row in [] if waits else held:
-            row.given = None  # for the anchor that it was at once
+            row.given = None  # without delayed anchors it was used at once
 
     def learn(self, rows, anchors):
-        """Which of these rows are anchors."""
+        """Sets the priorities of rows that are new anchors, and clears those of other rows."""
         here = set(anchors)
         for row in rows:
             if row not in here:
@@ -131,11 +131,11 @@ class Priorities(Alike):
         return [row for row in anchors if row.priority >= 0]
 
     def at_end(self, anchors, slots, real):
-        self.draw(anchors, slots, real)  # those of priority 0 hardly ever are
+        self.draw(anchors, slots, real)  # rows of priority 0 are hardly ever drawn
 
 
 class Queue(Alike):
-    """The last ones of the anchors, so many, are not drawn yet."""
+    """Draws anchors in order; the last `left` anchors are not drawn yet."""
 
     lost = 0
 
@@ -170,7 +170,7 @@ class Queue(Alike):
 
 
 class LifoState(Alike):
-    """Each once, the newest first."""
+    """Draws each anchor once, the newest first."""
 
     lost = 0
 
@@ -178,7 +178,7 @@ class LifoState(Alike):
         self.drawn = set()
 
     def unread(self, anchors):
-        """All from the oldest that was not drawn."""
+        """Returns all anchors from the oldest undrawn one on."""
         fresh = [number for number, row in enumerate(anchors) if row not in self.drawn]
         return anchors[min(fresh, default=len(anchors)) :]
 
@@ -204,10 +204,10 @@ class LifoState(Alike):
 
 
 class Epochs(Alike):
-    """Places 0, 1, ... of an epoch; one whose anchor left gives one that came since.
+    """Draws the places 0, 1, ... of an epoch; a place whose anchor left gives a newer anchor.
 
-    Where all rows are anchors a place is a slot's, and there are as many as slots (`spaces`); else
-    there are as many as the epoch began with.
+    If all rows are anchors, each slot has a place (`spaces`). Otherwise there are as many places as
+    there were anchors when the epoch began.
     """
 
     def empty(self):
@@ -250,7 +250,7 @@ class Epochs(Alike):
         self.places = [place for place in self.places if place not in taken]
 
     def some(self, anchors, slots, real):
-        """The places of what was drawn, in any order; nobody sees which of the others hid."""
+        """Returns the drawn places in any order; which empty places were drawn is unknown."""
         shown = {self.shows(place, anchors): place for place in self.places}
         taken = [shown[slot] for slot in drawn(slots, real)]
         assert len(set(taken)) == len(taken)
@@ -259,7 +259,7 @@ class Epochs(Alike):
         return taken
 
     def shows(self, place, anchors):
-        """The slot that a place gives, None for nothing."""
+        """Returns the slot that a place gives; None if it has no anchor."""
         at = (place - self.gone) % (self.spaces or max(self.length, 1))
         return anchors[at].slot if at < len(anchors) else None
 
@@ -276,7 +276,7 @@ _KINDS["WithoutReplacement"] = Epochs
 
 
 def of(buffer, all_held):
-    """The model of a buffer's sampler."""
+    """Returns the model of a buffer's sampler."""
     sampler, spaces = buffer.sampler, buffer.capacity if all_held else None
     if sampler in (jrb.Uniform(False), jrb.Uniform(False, count_draws=True)):
         return Distinct(sampler, spaces)

@@ -1,7 +1,7 @@
-"""Random programs of methods against plain Python: what is held, what is drawn, how likely.
+"""Random programs of methods against plain Python: contents, draws and priorities.
 
-Hundreds of programs of a description run side by side, as one compiled program. Again and again, by
-chance, all of them are saved and loaded, and some are rebuilt, in either order.
+Hundreds of programs of one description run under `vmap` in one compiled program. At random pauses
+all of them are saved and loaded, and some are rebuilt, in either order.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from tests.methods.units import RULES
 pytestmark = pytest.mark.slow
 
 PROGRAMS, PAUSE, REBUILT, ROWS = 600, 2, 24, 4
-"""How many programs, after how many steps some are saved or rebuilt, and how many of them."""
+"""Number of programs, steps between pauses, rebuilt programs per pause, rows of a ring."""
 IN_TURN, DEVICE = jrb.RoundRobin(), jrb.DeviceStorage()
 ONCE = jrb.DeviceStorage(share_next_observations=True, terminal_capacity=8)
 LANES, FULL = jrb.PerEnvironment(), jrb.BlockWhenFull()
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def methods(self):
-        """All but one, which the cases beside have: each is what most is compiled for."""
+        """All methods but one, to save compile time; the neighboring cases leave out another."""
         left_out = ["add", "set_rest"][CASES.index(self) % 2]
         return [method for method in programs.methods_of(self.buffer) if method != left_out]
 
@@ -108,9 +108,10 @@ def test_programs_of_methods_do_what_plain_python_does(case, tmp_path):
 
 
 def at_a_pause(rng, states):
-    """What happens then, in which order, and to which programs.
+    """Draws the events of a pause in order: a save of all programs, and a rebuild of some.
 
-    Those are rebuilt whose rings are full or hold two rows, as each number of rows is compiled for.
+    Only programs with a full ring or with two rows are rebuilt, because each number of rows is
+    compiled separately.
     """
     found = [("save", None)] * int(rng.random() < 0.5)
     rows = np.asarray(states.writer.count).reshape(PROGRAMS, -1).max(axis=1)
@@ -122,16 +123,16 @@ def at_a_pause(rng, states):
 
 
 def rebuilt(events, step, program):
-    """Whether a program is rebuilt after a step."""
+    """Returns True if a program is rebuilt after a step."""
     event = events[step // PAUSE] if (step + 1) % PAUSE == 0 else []
     return any(what == "rebuild" and program in chosen for what, chosen in event)
 
 
 def paused(buffer, states, what, chosen, path):
-    """All states from a checkpoint, or some of them in a ring of their own."""
+    """Returns the states after a save and load of all, or after a rebuild of the chosen ones."""
     if what == "save":
         jrb.save(path, buffer, states)
-        holds_code = isinstance(buffer.unit, jrb.Hindsight)  # which is not stored
+        holds_code = isinstance(buffer.unit, jrb.Hindsight)  # a checkpoint stores no functions
         found, states = jrb.load(path, buffer=buffer if holds_code else None)
         assert found == buffer
         return states
@@ -144,7 +145,7 @@ def paused(buffer, states, what, chosen, path):
 
 
 def run(model, methods, given, told, moves, found):
-    """One program, in plain Python, up to what the state holds at its end."""
+    """Runs one program on the model, and compares the model with the final state."""
     done = []
     try:
         for step in range(STEPS):

@@ -1,7 +1,7 @@
-"""Random programs that go on in buffers of other parts, on the host.
+"""Random programs that continue in buffers of other parts.
 
-One at a time, method by method outside `jit`; again and again they are saved and loaded, or rebuilt
-as another description, which then is the one to go on with.
+Programs run one at a time, method by method outside `jit`. From time to time a program is saved and
+loaded, or rebuilt as another description, with which it continues.
 """
 
 import jax
@@ -37,7 +37,7 @@ OBJECTS = [
 
 
 def described(unit, sampler, writer, storage):
-    """A description, and which rows are its anchors."""
+    """Returns a buffer, and the rule for its anchors."""
     parts = {"unit": RULES[unit].unit, "sampler": sampler, "writer": writer, "storage": storage}
     return jrb.ReplayBuffer(ROWS * E, E, 4, **parts), RULES[unit]
 
@@ -71,7 +71,7 @@ class Program:
         self.state = buffer.init(None if buffer.storage.of_objects else EXAMPLE)
 
     def step(self):
-        """One method, or nothing where it raises as it should."""
+        """Runs one random method, or asserts that it raises if it must."""
         names = programs.methods_of(self.buffer)
         method = names[programs.methods(self.rng, names)]
         given = programs.arguments(self.rng, self.buffer)
@@ -92,7 +92,7 @@ class Program:
         return programs.branches(self.buffer)[method](self.state, given)
 
     def is_refused(self, method, given):
-        """Whether there is nothing to draw, or no room."""
+        """Returns True if there is nothing to draw, or no room to write."""
         if method == "draw":
             return not self.model.sampler.ready(self.model.anchors)
         rows = given["mask"][: {"extend": T, "add": 1}.get(method, 0)]
@@ -106,7 +106,7 @@ class Program:
         assert jrb.checkpoint.verify(path) == []
 
     def rebuild(self, buffer, rule):
-        """Goes on as another description, unless that cannot be."""
+        """Continues as another description, or asserts that the rebuild is refused."""
         self.done.append(f"rebuild {buffer}")
         if self.model.is_refused(buffer):
             with pytest.raises(ValueError, match="num_envs"):
@@ -117,7 +117,7 @@ class Program:
         self.buffer = buffer
 
     def items(self):
-        """What all slots hold, zeros where that is nothing."""
+        """Returns the items of all slots; an empty slot repeats the first item in order."""
         slots, count = self.buffer.in_order(self.state)
         slots = np.asarray(slots)[: int(count)]
         if not len(slots):

@@ -1,4 +1,4 @@
-"""Which rows are anchors, in plain Python, and how much later than their rows they became so."""
+"""Units in plain Python: which rows are anchors, and how many rows later they become anchors."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,15 +11,15 @@ import jrb
 
 @dataclasses.dataclass
 class Facts:
-    """Of one row that is held.
+    """Facts about one stored row.
 
     Attributes:
-        ahead: how many rows of its episode there are from it on, itself included.
-        following: the same, whatever episodes they are of.
-        ended: whether its episode has ended.
-        older: how many rows of its environment are held before it.
-        position: how many rows of its episode came before it.
-        count: how many rows of its environment came before it.
+        ahead: number of rows of its episode from it on, itself included.
+        following: number of rows of its environment from it on, itself included.
+        ended: True if its episode has ended.
+        older: number of rows of its environment that are stored before it.
+        position: number of rows of its episode before it, stored or not.
+        count: number of rows of its environment before it, stored or not.
     """
 
     ahead: int
@@ -30,23 +30,23 @@ class Facts:
     count: int
 
     def whole(self, k):
-        """Whether a stack of k frames is held."""
+        """Returns True if its stack of k frames is stored."""
         return min(self.position, k - 1) <= self.older
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A unit, whether a row is an anchor, and how many rows later than itself it became one."""
+    """A unit, which rows are its anchors, and how many rows later they become anchors."""
 
     unit: Any
     is_anchor: Callable = lambda row: True
     late: Callable = lambda row: 0
     all_held: bool = False
-    by_lane: bool = False  # whether they are counted environment by environment
+    by_lane: bool = False  # True if anchors are ordered environment by environment
 
     @property
     def knows_past(self):
-        """Whether it is known of rows whether others of their episodes came before them."""
+        """True if the unit tracks the position of rows in their episodes."""
         return not isinstance(self.unit, jrb.Transition | jrb.NStep | jrb.Hindsight)
 
 
@@ -101,7 +101,7 @@ RULES = {
 
 
 def anchors(rule, writer):
-    """All anchors that there are, and when they became so: rows, and what sorts them."""
+    """Returns pairs of an anchor and a sort key, which orders anchors by when they became so."""
     if not writer.is_chronological:
         return [(row, (0, 0, row.slot)) for row in writer.slots]
     found = []

@@ -1,16 +1,16 @@
-"""What is held, in plain Python: rows that know their slots, for each kind of writer."""
+"""Writers in plain Python: the stored rows and their slots, for each kind of writer."""
 
 import dataclasses
 import itertools
 import math
 from typing import Any
 
-MANY = 6 * 10**6  # rows of which nobody knows how many: a multiple of all periods
+MANY = 6 * 10**6  # stands for an unknown number of rows; a multiple of all strides
 
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """One item of one environment, and what is known of it."""
+    """One item of one environment, with its slot, priorities and counts."""
 
     env: int
     items: dict[str, Any]
@@ -28,7 +28,7 @@ class Row:
 
 
 class InTurn:
-    """Each environment around a ring of its own; where all step together, these go round alike."""
+    """A ring per environment; the rings stay aligned if all environments step together."""
 
     is_chronological = True
 
@@ -40,16 +40,16 @@ class InTurn:
         self.lanes, self.cursor = [[] for _ in range(self.envs)], [0] * self.envs
 
     def held(self):
-        """All rows that are held, by slot."""
+        """Returns all stored rows by slot."""
         return {row.slot: row for lane in self.lanes for row in lane}
 
     def in_order(self):
-        """The slots, by how many rows of their environments came since."""
+        """Returns the slots, oldest first: by the number of newer rows of the environment."""
         rows = [[row for row in rows if row is not None] for rows in self.aligned()]
         return [slot for row in rows for slot in sorted(one.slot for one in row)]
 
     def write(self, rows):
-        """One row of time: for each environment that steps."""
+        """Writes one row, of the environments that step."""
         for row in rows:
             lane, cursor = self.lanes[row.env], self.cursor
             row.slot = cursor[row.env] * self.envs + row.env
@@ -60,10 +60,10 @@ class InTurn:
             del lane[: -self.size]
 
     def told(self, numbers):
-        """Nothing that is not known."""
+        """Does nothing: the contents follow from the writes."""
 
     def sorted(self, anchors, all_held):
-        """Anchors lane by lane, of full ones by slot."""
+        """Sorts anchors by environment; by slot in a full ring, if all rows are anchors."""
         full = [all_held and len(lane) == self.size for lane in self.lanes]
         return sorted(anchors, key=lambda row: (row.env, row.slot if full[row.env] else 0))
 
@@ -73,14 +73,14 @@ class InTurn:
                 lane[-1].cut |= not lane[-1].items["done"]
 
     def counted(self):
-        """Flags changed: all but the oldest rows stand elsewhere in their episodes."""
+        """Recomputes the positions and counts of all but the oldest rows, after flags changed."""
         for lane in self.lanes:
             for before, row in itertools.pairwise(lane):
                 row.position = 0 if before.ends else before.position + 1
                 row.count = before.count + 1
 
     def into(self, other):
-        """Moves all to an empty writer."""
+        """Moves all rows to an empty writer."""
         if not other.is_chronological:
             rows = [row for rows in self.aligned() for row in rows if row is not None]
             other.write(rows)
@@ -94,13 +94,13 @@ class InTurn:
         other.counted()
 
     def aligned(self):
-        """Rows of time `[T][E]`, the newest of all environments last."""
+        """Returns rows `[T][E]`, aligned by the newest; None where an environment has fewer."""
         most = max(map(len, self.lanes))
         lanes = [[None] * (most - len(lane)) + lane for lane in self.lanes]
         return list(zip(*lanes, strict=True))
 
     def dealt(self):
-        """Lanes of equal length: all rows are laid end to end, and time stops at the seams."""
+        """Returns rings of equal length: all rows end to end, with episodes cut at the seams."""
         surplus = sum(map(len, self.lanes)) % self.envs
         oldest = [row for row in (*self.aligned(), [])[0] if row is not None]
         surplus = {row.env for row in oldest} and surplus
@@ -118,7 +118,7 @@ class InTurn:
 
 
 class OneByOne:
-    """Items that go each to a slot of its own."""
+    """Items without an order in time, each placed in a slot individually."""
 
     is_chronological = False
 
@@ -145,16 +145,16 @@ class OneByOne:
         self.slots[slot : slot + 1] = [row]
 
     def told(self, numbers):
-        """Nothing that is not known."""
+        """Does nothing: the contents follow from the writes."""
 
     def truncate(self, mask):
-        """Nothing: no row comes after another."""
+        """Does nothing: no row follows another."""
 
     def counted(self):
-        """Nothing: all stand alone."""
+        """Does nothing: items have no episodes."""
 
     def into(self, other):
-        """Moves all to an empty writer: for one that keeps time, each an episode of its own."""
+        """Moves all items to an empty writer; a chronological one makes each an episode."""
         rows = [row for row in self.came if row in self.slots]
         if not other.is_chronological:
             other.write(rows)
@@ -166,7 +166,7 @@ class OneByOne:
 
 
 class Best(OneByOne):
-    """The best stay."""
+    """Keeps the best items."""
 
     def place(self, row):
         rank = row.items["reward"]
@@ -180,7 +180,7 @@ class Best(OneByOne):
 
 
 class AnyOf(OneByOne):
-    """Some of all that came stay: which, is told, and what may be told is checked."""
+    """Keeps a random subset of all items, taken from the buffer; impossible subsets fail."""
 
     def empty(self):
         super().empty()
@@ -193,7 +193,7 @@ class AnyOf(OneByOne):
             self.put(self.total - 1, row)
 
     def told(self, numbers):
-        """The number of the item in each slot, after the items of one call."""
+        """Takes over the number of the item in each slot, after the items of one call."""
         for slot in range(min(self.total, self.size)):
             if self.slots[slot].items["number"] != numbers[slot]:
                 self.put(slot, self.new[numbers[slot]])
@@ -201,7 +201,7 @@ class AnyOf(OneByOne):
 
 
 def of(buffer):
-    """The model of a buffer's writer."""
+    """Returns the model of a buffer's writer."""
     ring, writer = buffer.ring, buffer.writer.writable()
     known = {"MaxValue": Best, "Reservoir": AnyOf}
     return known.get(type(writer).__name__, InTurn)(ring.envs, ring.rows, buffer.writer)

@@ -1,4 +1,4 @@
-"""Without matplotlib there is nothing to be tested here."""
+"""Skips the tests of this folder if matplotlib is not installed."""
 
 import importlib.util
 

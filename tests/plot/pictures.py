@@ -1,4 +1,4 @@
-"""What a picture says, and whether all of it can be read."""
+"""The texts of a figure, and a check that all of them are legible."""
 
 import itertools
 
@@ -18,12 +18,12 @@ def titles(figure):
 
 
 def words(figure):
-    """All that is written on a figure, which is drawn for that."""
+    """Draws a figure and returns its visible texts."""
     return [text.get_text() for text, _ in boxes(figure)]
 
 
 def boxes(figure):
-    """Texts that can be seen, and where."""
+    """Yields the visible texts of a figure and their boxes."""
     canvas = agg.FigureCanvasAgg(figure)
     canvas.draw()
     hidden = {id(text) for axes in every_axes(figure) for text in _hidden(axes)}
@@ -33,7 +33,7 @@ def boxes(figure):
 
 
 def _hidden(axes):
-    """Labels of axes that are off, and of ticks beyond what is shown."""
+    """Yields the labels of hidden axes, and of ticks outside the view."""
     for axis in (axes.xaxis, axes.yaxis):
         low, high = sorted(axis.get_view_interval())
         near = 1e-6 * (high - low)
@@ -46,7 +46,7 @@ def _hidden(axes):
 
 
 def check(figure):
-    """Raises unless every text lies on the figure, and on no other text."""
+    """Asserts that every text is inside the figure, and that no two texts overlap."""
     found = list(boxes(figure))
     for text, box in found:
         inside = box.x0 >= -1 and box.y0 >= -1

@@ -1,4 +1,4 @@
-"""The picture of draws beside their expectation."""
+"""The picture of draws, compared with their expectation."""
 
 import jax
 import jax.numpy as jnp

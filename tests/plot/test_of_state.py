@@ -75,7 +75,7 @@ def test_every_kind_of_buffer_has_a_picture_that_can_be_read(kind, length):
 
 
 def bars_of(figure):
-    """The bars of episodes."""
+    """Returns the bars of episodes."""
     every = [each for axes in figure.axes for each in axes.collections]
     (bars,) = [each for each in every if type(each) is collections.PolyCollection]
     return bars
@@ -116,7 +116,7 @@ def test_bars_are_the_episodes_that_jrb_reads(writer, length, envs):
         (left, low), (right, high) = path.get_extents().get_points()
         shown[round((low + high) / 2), round(right)] = round(right - left), color[3] == 1
     want, stops = {}, [0] * envs
-    for each in reversed(jrb.episodes(buffer, state)):  # of an environment, the newest first
+    for each in reversed(jrb.episodes(buffer, state)):  # newest first within an environment
         env = each.environment
         want[env, stops[env]] = each.length, each.ended
         stops[env] -= each.length

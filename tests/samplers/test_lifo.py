@@ -1,4 +1,4 @@
-"""A stack gives the newest first, and each once."""
+"""A stack draws each item once, the newest first."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def items(rng, *lead):
 
 
 class Stack:
-    """What is still to be drawn, in plain Python, of the anchors that a unit tells of."""
+    """A model of the anchors that are not drawn yet, in plain Python."""
 
     def __init__(self):
         self.anchors, self.unread = [], set()
@@ -40,7 +40,7 @@ class Stack:
 
 @jax.jit
 def told(buffer, state):
-    """All anchors in their order, what tells their items from others, and how many there are."""
+    """Returns the anchors in rank order, the generations of their slots, and their count."""
     found = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
     slots = found.nth(jnp.arange(buffer.capacity, dtype=jnp.int32), KEY)[0]
     return slots, buffer.writer.generation_of(buffer.ring, state.writer, slots), found.count
@@ -48,7 +48,7 @@ def told(buffer, state):
 
 SHORT = jrb.DeviceStorage(
     share_next_observations=True, terminal_capacity=4
-)  # rows leave early where it lacks room
+)  # evicts rows early when its terminal rows are full
 CASES = [  # others are in tests/methods
     (jrb.Transition(), 3),
     (jrb.Transition(), 2, SHORT),

@@ -37,7 +37,7 @@ def test_every_batch_has_the_exact_shares_evenly_spread(shares, batch_size):
         for number, share in enumerate(shares):
             got, run = np.cumsum(source == number), np.arange(1, batch_size + 1)
             assert abs(got[-1] - share * batch_size) < 1
-            assert np.all(np.abs(got - run * got[-1] / batch_size) <= 1)  # in every part of it
+            assert np.all(np.abs(got - run * got[-1] / batch_size) <= 1)  # in every prefix
         assert np.all(sample.data["x"][source == 1] >= N - 8)
         assert sample.mask.all()
 
@@ -90,7 +90,7 @@ def test_new_priorities_reach_every_sampler_that_has_some():
     sample = buffer.sample(state, jax.random.key(0))
     assert np.all(sample.indices[sample.info["sampler"] != 1] == 3)
     assert len(np.unique(sample.indices[sample.info["sampler"] == 1])) > 3
-    # A sample that all of them drew, in a step that is compiled as a whole.
+    # A sample of all three samplers, updated in a jitted step.
     step = jax.jit(lambda state: buffer.update_priority(state, sample, jnp.full(N, 2.0)))
     drawn = np.unique(sample.indices)
     np.testing.assert_array_equal(buffer.priorities(step(state))[drawn], 2.0)

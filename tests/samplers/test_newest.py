@@ -1,4 +1,4 @@
-"""The newest anchors are drawn alike, and no others."""
+"""The newest anchors are drawn with equal probability, and no others."""
 
 import math
 from fractions import Fraction

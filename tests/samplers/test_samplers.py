@@ -1,4 +1,4 @@
-"""What each sampler draws, and how often."""
+"""The items that each sampler draws, and how often."""
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,20 @@ KEY = jax.random.key(0)
 
 
 def filled(sampler, count, capacity=None, batch_size=4, **options):
-    """A buffer of the items 0 .. count - 1."""
+    """Returns a buffer with the items 0 .. count - 1, and its state."""
     buffer = jrb.ReplayBuffer(capacity or count, batch_size=batch_size, sampler=sampler, **options)
     return buffer, buffer.extend(buffer.init(jnp.int32(0)), jnp.arange(count, dtype=jnp.int32))
 
 
 def counts(buffer, state, draws=2000):
-    """How often each slot was drawn."""
+    """Returns how often each slot is drawn."""
     keys = jax.random.split(KEY, draws)
     indices = jax.jit(jax.vmap(lambda key: buffer.sample(state, key).indices))(keys)
     return np.bincount(np.asarray(indices).ravel(), minlength=buffer.capacity)
 
 
 def fits(counted, expected):
-    """Whether counts fit a distribution, by a chi-square test at five standard deviations."""
+    """Returns True if counts fit a distribution: a chi-square test at five standard deviations."""
     expected = np.asarray(expected, float) / np.sum(expected) * counted.sum()
     live = expected > 0
     statistic = np.sum((counted[live] - expected[live]) ** 2 / expected[live])
@@ -66,7 +66,7 @@ def test_uniform_tells_its_probabilities():
 
 
 def epoch(buffer, state, batches):
-    """The items of so many draws, batch by batch."""
+    """Makes `batches` draws; returns the state and the items of each batch."""
     out, draw = [], jax.jit(buffer.draw)
     for number in range(batches):
         state, sample = draw(state, jax.random.key(number))
@@ -387,7 +387,7 @@ def test_epochs_in_order_go_from_the_oldest_to_the_newest():
         state, sample = buffer.draw(state, jax.random.key(number))
         seen.append(sample.data["x"][sample.mask].tolist())
     assert seen == [[3, 4, 5, 6], [7, 8, 9, 10], [11, 12], [3, 4, 5, 6], [7, 8, 9, 10]]
-    state = buffer.extend(state, {"x": jnp.array([13, 14])})  # in the places of 3 and 4
+    state = buffer.extend(state, {"x": jnp.array([13, 14])})  # overwrites 3 and 4
     state, sample = buffer.draw(state, jax.random.key(9))
     assert sample.data["x"][sample.mask].tolist() == [11, 12]
     assert buffer.draw(state, jax.random.key(9))[1].data["x"].tolist() == [5, 6, 7, 8]
@@ -396,7 +396,7 @@ def test_epochs_in_order_go_from_the_oldest_to_the_newest():
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"normalize": "buffer"}])
 def test_an_alpha_that_follows_a_schedule_is_that_of_a_new_buffer(options):
-    """More slots than are laid at once, and not a multiple of them."""
+    """10,000 slots are more than one chunk of the computation, and not a multiple of it."""
     buffer, state = filled(jrb.Prioritized(alpha=0.5, **options), 9000, 10_000)
     values = np.random.default_rng(0).exponential(size=9000)
     state = priorities(buffer, state, values)
@@ -461,9 +461,9 @@ def test_methods_of_priorities_are_refused_where_there_are_none(sampler):
     ("alpha", "eps", "priority"),
     [
         (1.0, 0.0, np.float32(1e-39)),
-        (1.0, 0.0, np.float32(1e-45)),  # the least float32
+        (1.0, 0.0, np.float32(1e-45)),  # the least positive float32
         (0.5, 0.0, np.float32(3e-40)),
-        (3.0, 0.0, np.float32(1e-20)),  # whose power is none
+        (3.0, 0.0, np.float32(1e-20)),  # whose power underflows to 0
         (2.0, 1e-30, np.float32(0.0)),
         (1.0, 0.0, np.float64(1e-60)),
     ],

@@ -11,14 +11,14 @@ KEY = jax.random.key(0)
 
 
 class Passes:
-    """Which slots a batch may have, in plain Python: for buffers whose slots are all anchors."""
+    """A model of the possible batches, for buffers in which every slot is an anchor."""
 
     def __init__(self, sampler, size):
         self.sampler, self.size = sampler, size
         self.slots, self.left, self.passes = [], [], 0
 
     def draw(self, held, drawn):
-        """Whether these slots, in this order, may be the next batch; `held`: all, oldest first."""
+        """Asserts that `drawn` may be the next batch, given all `held` slots, oldest first."""
         needed = self.size if self.sampler.drop_last else 1
         if len(self.left) < needed:
             if self.passes == self.sampler.uses or len(self.slots) < needed:

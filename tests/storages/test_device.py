@@ -1,4 +1,4 @@
-"""Items in the order of slots, and those of each environment in a run of memory."""
+"""The layouts of items in memory: in slot order, or contiguous per environment."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def rows(rng, *lead):
 
 
 def story(buffer, seed):
-    """What a training does, and all that it sees."""
+    """Runs a random sequence of methods, and returns everything that was read."""
     rng, found = np.random.default_rng(seed), []
     lead = () if buffer.num_envs is None else (buffer.num_envs,)
     state, extend = buffer.init(EXAMPLE), jax.jit(buffer.extend)
@@ -49,7 +49,7 @@ def assert_same(one, other):
 
 @pytest.mark.slow
 def test_the_order_in_memory_changes_nothing_that_is_read():
-    """Items are laid one environment after the other for windows, else in the order of slots."""
+    """Windows store each environment contiguously; other units store items in slot order."""
     parts = {"num_envs": 3, "batch_size": 5}
     plain = story(jrb.ReplayBuffer(12, **parts), 0)
     assert_same(story(jrb.ReplayBuffer(12, unit=jrb.Sequence(1), **parts), 0), plain)

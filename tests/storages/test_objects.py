@@ -1,4 +1,4 @@
-"""Buffers of Python objects: the same draws as those of their numbers."""
+"""Buffers of Python objects draw the same items as buffers of their numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ SAMPLERS = [
 
 
 def pair(envs=None, **parts):
-    """A buffer of objects, and one of their numbers on the device."""
+    """Returns a buffer of objects and one of their numbers on the device, with their states."""
     parts = {"capacity": 6, "num_envs": envs, "batch_size": 4, **parts}
     objects = jrb.ReplayBuffer(storage=jrb.ListStorage(), **parts)
     return objects, objects.init(None), *numbers(**parts)
@@ -54,7 +54,7 @@ def test_objects_are_drawn_like_their_numbers(sampler):
 
 
 class Interrupted(list):
-    """Objects, of which others come in between as soon as one is read."""
+    """A list that runs a pending write as soon as an object is read."""
 
     def __getitem__(self, slot):
         found = super().__getitem__(slot)

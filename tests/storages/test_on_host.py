@@ -1,4 +1,4 @@
-"""Storages on the host: bit for bit what a buffer on the device gives."""
+"""Storages on the host return the same bits as a buffer on the device."""
 
 import copy
 import errno
@@ -42,7 +42,7 @@ STORAGES = {
 
 
 def steps(number, time, envs):
-    """Rows of time that no others are like."""
+    """Returns rows, unique to each `number`."""
     lead = (time,) if envs is None else (time, envs)
     count = number * 1000 + np.arange(np.prod(lead)).reshape(lead)
     observation = np.stack([count, count % 7, -count], -1)
@@ -59,7 +59,7 @@ def steps(number, time, envs):
 
 
 def same(one, other):
-    """Whether two pytrees are the same, bit for bit."""
+    """Asserts that two pytrees are equal."""
     raw = lambda leaf: (
         jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
     )
@@ -140,7 +140,7 @@ def test_compiled_methods_write_in_place_what_the_others_write(storage, writer, 
             break
         adds = [each.add(state, item, mask) for each, state in zip(methods, states, strict=True)]
         gone = [leaf.is_deleted() for leaf in jax.tree.leaves(old.sampler)]
-        assert set(gone) == {storage == "memmap"}  # a write to a list cannot be taken back
+        assert set(gone) == {storage == "memmap"}  # a write to a list cannot be undone
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((states[0], adds)))
         size = methods[1].size(adds[1])
         one, other = [each.sample(state, KEY) for each, state in zip(methods, adds, strict=True)]
@@ -150,7 +150,7 @@ def test_compiled_methods_write_in_place_what_the_others_write(storage, writer, 
             for each, state in zip(methods, adds, strict=True)
         ]
         same(states[0].replace(storage=None), states[1].replace(storage=None))
-        assert int(size) == int(buffers[0].size(states[0]))  # still there
+        assert int(size) == int(buffers[0].size(states[0]))  # outlives the donated state
     for method in (buffers[1].priorities, methods[1].priorities):
         with pytest.raises(ValueError, match="donated"):
             method(adds[1])
@@ -185,7 +185,7 @@ def test_draws_inside_jit_are_those_of_the_device(storage, unit):
 
 
 def pair(storage=None, **parts):
-    """A buffer on the host with items of two numbers, and its state."""
+    """Returns a buffer on the host, with items of two numbers, and its state."""
     storage = jrb.MemmapStorage() if storage is None else storage
     parts = {"capacity": 8, "batch_size": 16, "storage": storage, **parts}
     buffer = jrb.ReplayBuffer(**parts)

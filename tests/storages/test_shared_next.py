@@ -1,4 +1,4 @@
-"""Observations stored once: what comes out is what went in."""
+"""Observations that are stored once are read as they were written."""
 
 import functools
 import itertools
@@ -102,7 +102,7 @@ def test_any_dtype_is_compared_bit_by_bit(dtype):
     for slot in range(4):
         assert (held["observation"][slot] == values[slot]).all()
         assert (held["next"]["observation"][slot] == values[slot + 1]).all()
-    assert int(state.storage.count) == 0  # all of them were the next row's
+    assert int(state.storage.count) == 0  # each is the observation of the next row
 
 
 def test_nan_is_itself_and_minus_zero_is_not_zero():

@@ -1,4 +1,4 @@
-"""Running statistics are those of all that was written, and of nothing else."""
+"""Running statistics include every written row, and nothing else."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def cut(items, *at):
 
 
 class Model:
-    """All observations and returns that came, as lists of float64."""
+    """Lists of all written observations and returns, in float64."""
 
     def __init__(self, envs, discount=0.9):
         self.discount, self.running = discount, np.zeros(envs)

@@ -1,4 +1,4 @@
-"""Transforms change what they name, and leave the rest alone."""
+"""Transforms change the leaves that they name, and no others."""
 
 import dataclasses
 from typing import NamedTuple
@@ -43,7 +43,7 @@ IMAGES = (("observation", "image"), ("next", "observation", "image"))
 
 
 def changed(before, after):
-    """The names of leaves that are not what they were."""
+    """Returns the names of the leaves of `before` that changed or are missing."""
     named = lambda tree: dict(zip(authoring.leaf_names(tree), jax.tree.leaves(tree), strict=True))
     one, other = named(before), named(after)
     same = lambda a, b: a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
@@ -307,7 +307,7 @@ def test_bad_descriptions_are_refused(make, error):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Shift:
-    """Functions that are equal, whatever they add."""
+    """A function that adds `by`; all such functions compare equal."""
 
     by: int = dataclasses.field(compare=False)
 

@@ -1,4 +1,4 @@
-"""Random streams of rows, and how buffers and plain lists are compared on them."""
+"""Random streams of rows, and comparisons of buffers with plain lists on them."""
 
 import functools
 
@@ -26,7 +26,7 @@ CHUNK = 5
 
 
 class Stream:
-    """Rows of E environments: every frame is a number of its own, resets included."""
+    """Rows of E environments; every frame, also after a reset, is a unique number."""
 
     def __init__(self, envs):
         self.envs, self.fresh = envs, 1
@@ -48,7 +48,7 @@ class Stream:
 
 
 def arrays(rows):
-    """Rows as the buffer takes them, leaves `[T, E, ...]`."""
+    """Returns rows in the form that a buffer takes, leaves `[T, E, ...]`."""
     get = lambda name, dtype: np.array([[item[name] for item in row] for row in rows], dtype)
     frame = lambda name: np.stack([get(name, np.int32), -get(name, np.int32)], axis=-1)
     see = lambda name: {"frame": frame(name), "goal": get(name, np.int32)}
@@ -72,10 +72,10 @@ def compiled(unit, rows, envs):
 
 @st.composite
 def commands(draw, envs, rows, truncates=False):
-    """Calls with the flags of their rows; episodes of length one and long ones.
+    """Draws calls with the flags and the mask of their rows, for short and long episodes.
 
-    Of `truncate`, in place of a mask over time, which environments begin anew. Of a ring of few
-    rows, what extends it is longer than the ring anyway.
+    The mask of `truncate` selects environments. Rings of at most `CHUNK` rows have no "long" calls,
+    because each `extend` already fills them.
     """
     often = draw(st.sampled_from([0.02, 0.2, 0.6]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -94,7 +94,7 @@ def commands(draw, envs, rows, truncates=False):
 
 
 def played(unit, rows, envs, calls):
-    """The buffer's state and the model after the calls, and when each episode began."""
+    """Runs calls on a buffer and on the model; returns both, and when each episode began."""
     buffer, add, extend, sample, empty, truncate = compiled(unit, rows, envs)
     state, model, stream = buffer.init(EXAMPLE), reference.Episodes(rows, envs), Stream(envs)
     begins = {}
@@ -121,7 +121,10 @@ def played(unit, rows, envs, calls):
 
 
 def agree(unit, rows, envs, calls, expected):
-    """A draw of all anchors is what `expected(model, entry)` says, None for those that are none."""
+    """Asserts that a draw of all anchors gives what `expected` returns for each stored entry.
+
+    `expected(model, entry, begins)` returns None for an entry that is no anchor.
+    """
     buffer, state, sample, model, begins = played(unit, rows, envs, calls)
     want = {}
     for entry in model.all():
@@ -142,7 +145,7 @@ def agree(unit, rows, envs, calls, expected):
 
 
 def pick(sample, name):
-    """`data/next/reward` of a sample; frames as their first number."""
+    """Reads a path such as `data/next/reward` from a sample; only the first number of frames."""
     part, *path = name.split("/")
     value = getattr(sample, part)
     for step in path:
@@ -212,7 +215,7 @@ def sequence(length, burn_in, short, period=1, across=False):
 
 
 def whole_episode(length):
-    """The first rows of each complete episode whose first row is held, padded."""
+    """Expects the first rows of each complete episode whose first row is stored, padded."""
 
     def expected(model, entry, begins):
         every = model.of_episode(entry)
@@ -226,7 +229,7 @@ def whole_episode(length):
 
 
 def shown(rows, mask):
-    """What is drawn of rows of a window."""
+    """Returns the expected sample of a window of rows."""
     return {
         "data/observation/frame": [row["frame"] for row in rows],
         "data/action": [row["action"] for row in rows],
@@ -271,7 +274,7 @@ def negative_distance(achieved, goal):
 
 
 def ten_and_ninety():
-    """One environment, an episode of 10 steps and one of 90."""
+    """Returns the rows of one environment: an episode of 10 steps and one of 90."""
     done = np.zeros((100, 1), bool)
     done[[9, 99]] = True
     return arrays([Stream(1).row([(bool(flag), False)]) for flag in done[:, 0]])

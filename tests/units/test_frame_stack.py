@@ -112,9 +112,9 @@ def test_next_stacks_of_any_dtype_are_moved_on_by_a_frame(dtype, k):
 
 @types.component
 class Apart(types.Unit):
-    """Two rows of an episode, two apart, `[B, 2, ...]`, of whose mask each entry is one of both.
+    """Reads the anchor and the row two steps later, `[B, 2, ...]`, with one mask for both.
 
-    With `back` they are the anchor and two rows before it.
+    With `back`, it reads the row two steps before the anchor, and the anchor.
     """
 
     back: bool = False

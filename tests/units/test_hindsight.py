@@ -1,4 +1,4 @@
-"""Goals in hindsight: where they come from, and how likely each is."""
+"""Goals in hindsight: the rows that they come from, and their probabilities."""
 
 import hypothesis.strategies as st
 import jax
@@ -74,7 +74,7 @@ OVER = [
 
 
 def of_a_return(entry, window, goal, discount=0.5):
-    """The return of a goal, or its own without one."""
+    """Returns the return of a window for a goal, or of its own rewards if `goal` is None."""
     paid = [row["reward"] if goal is None else -abs(row["after"] - goal) for row in window]
     return sum(discount**k * reward for k, reward in enumerate(paid))
 
@@ -122,7 +122,7 @@ def test_a_return_or_a_window_has_one_goal(inner, strategy, data):
 
 @pytest.mark.parametrize("inner", [jrb.NStep(3, 0.5), jrb.Sequence(3)], ids=repr)
 def test_flags_of_all_rows_are_computed_anew_and_stacks_go_around(inner):
-    """The goal is what is reached last, in episodes of ten rows."""
+    """The goal is the last achieved one, in episodes of ten rows."""
     number = np.arange(30, dtype=np.int32)
     items = {
         "observation": {"frame": number, "goal": np.zeros_like(number)},
@@ -146,7 +146,7 @@ def test_flags_of_all_rows_are_computed_anew_and_stacks_go_around(inner):
             last = slot + steps[b] - 1
             flag = sample.data["next"]["done"][b]
             at = np.arange(slot, slot + 3) if flag.ndim else last
-            want = at == slot // 10 * 10 + 9  # what is achieved last, or the end of the episode
+            want = at == slot // 10 * 10 + 9  # where the goal is achieved, or the episode ends
             np.testing.assert_array_equal(flag, want)
             if "reward" in sample.info and sample.info["relabeled"][b]:
                 assert sample.info["reward"][b] == slot - (slot // 10 * 10 + 9)

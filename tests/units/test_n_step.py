@@ -51,7 +51,7 @@ def test_the_published_example_of_n_step_returns():
 
 
 def paid_rows(rng, shape):
-    """A reward that is paid in two currencies, and a discount for each row."""
+    """Returns rows with a reward of two components, and with a discount each."""
     done = rng.random(shape) < 0.2
     return {
         "observation": np.arange(np.prod(shape), dtype=np.int32).reshape(shape),
@@ -64,7 +64,7 @@ def paid_rows(rng, shape):
 
 
 def returns(items, slot, n, count, discount):
-    """Sum, product and last row of a return, in plain Python."""
+    """Returns the reward sum, the discount product and the last row of a return."""
     rewards, discounts = items["next"]["reward"], items["next"]["discount"][:, 0]
     total, product, at = np.zeros(2), 1.0, slot
     for row in range(slot, min(slot + n, count)):
@@ -200,7 +200,7 @@ def test_each_agent_has_a_return_of_its_own():
     done["a"] |= done["b"]
     items = {"rewards": rewards, "dones": {**done, "__all__": done["a"] & done["b"]}}
     keys = jrb.Keys(reward="rewards", done="dones")
-    for given in (items, {**items, "dones": done}):  # then an episode ends where all are done
+    for given in (items, {**items, "dones": done}):  # without `__all__`: where all are done
         buffer, state = jrb.from_items(given, unit=jrb.NStep(3, 0.5), keys=keys, batch_size=64)
         sample = buffer.sample(state, KEY)
         for agent, reward in rewards.items():

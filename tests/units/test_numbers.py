@@ -1,4 +1,4 @@
-"""Episodes that are told apart by a number, beside ones that a flag ends."""
+"""Episodes identified by a number, compared with episodes that a flag ends."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ UNITS = [
 
 
 def rows(rng, length, envs):
-    """Rows with numbers that rise now and then, and flags where they do, but for the last row."""
+    """Returns rows with episode numbers, and the same rows with flags (none in the last row)."""
     steps = rng.random((length, envs)) < 0.3
     ends = np.concatenate([steps[1:], np.zeros((1, envs), bool)])
     value = np.arange(length * envs, dtype=np.float32).reshape(length, envs)
@@ -50,7 +50,7 @@ def compiled(buffer):
 
 
 def drawn(buffer, state):
-    """What is drawn for each anchor, by slot."""
+    """Returns the items drawn for each anchor, by slot."""
     sample = jax.tree.map(np.asarray, compiled(buffer)[1](state, KEY))
     real = sample.mask.reshape(len(sample.mask), -1).any(axis=1)
     order = np.flatnonzero(real)[np.argsort(sample.indices[real])]
@@ -64,7 +64,7 @@ def same(got, want):
 
 
 def pieces(rng, length):
-    """Calls of one row and of six."""
+    """Cuts `length` rows into calls of one row and of six."""
     edges = [0]
     while edges[-1] < length:
         edges.append(edges[-1] + (6 if length - edges[-1] >= 6 and rng.random() < 0.4 else 1))
@@ -86,7 +86,7 @@ def test_a_number_ends_an_episode_as_a_flag_does(unit, ring):
         state = numbered.init(jax.tree.map(first, one))
         want = flagged.init(jax.tree.map(first, other))
         mask = rng.random(18) < 0.8 if seed == 3 else np.ones(18, bool)
-        if seed == 3:  # what is masked has no say: the flag is that of the next row that passes
+        if seed == 3:  # masked rows do not count: compares with the next written row
             kept = np.flatnonzero(mask)
             later = np.append(one["traj"][kept[1:]] != one["traj"][kept[:-1]], np.zeros((1, envs)))
             other["next"]["done"][kept] = later.reshape(-1, envs)

@@ -1,4 +1,4 @@
-"""Windows against plain lists of episodes, and how likely each is."""
+"""Windows against plain lists of episodes, and their probabilities."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("length", "burn_in", "short", "period", "across", "more"),
-    [  # more: how many rows the smaller ring has beyond what the windows need
+    [  # more: rows of the smaller ring beyond those that windows need
         (3, 0, "pad", 1, False, 1),
         (3, 2, "drop", 1, False, 0),
         (3, 2, "pad", 1, False, 1),
@@ -101,7 +101,7 @@ def test_every_episode_alike(length, short, small, data):
 
 
 def chances(buffer, state, draws=200):
-    """How often each slot is drawn, and how often it should be by `Sample.probabilities`."""
+    """Returns how often each slot is drawn, and its probability in `Sample.probabilities`."""
     keys = jax.random.split(jax.random.key(1), draws)
     sample = jax.jit(jax.vmap(lambda key: buffer.sample(state, key)))(keys)
     slots = np.asarray(sample.indices).reshape(-1)
@@ -124,7 +124,7 @@ def test_windows_over_steps_are_all_alike(sampler):
     valid = np.r_[0:6, 10:96]
     assert set(np.flatnonzero(seen)) == set(valid)
     np.testing.assert_allclose(chance[valid], 1 / 92, rtol=1e-5)
-    assert chi_square(seen[valid], seen.sum() / 92) < 140.0  # 91 degrees, 0.001
+    assert chi_square(seen[valid], seen.sum() / 92) < 140.0  # 91 degrees of freedom, p = 0.001
 
 
 def test_windows_over_episodes_draw_short_episodes_as_often_as_long_ones():
@@ -260,7 +260,7 @@ def test_a_period_is_counted_on_where_rows_are_told_anew(short, stacked):
     buffer, number = make(10), np.arange(25, dtype=np.float32)
     items = rows_of(number, observation=number, done=number == 3, reward=number)
     state = buffer.init(jax.tree.map(lambda leaf: leaf[0], items))
-    state = buffer.extend(state, items)  # rows 15 .. 24 are held, of an episode that began with 4
+    state = buffer.extend(state, items)  # holds rows 15 .. 24 of the episode that began with row 4
     rewards = lambda buffer, state: drawn_by_slot(buffer, state).data["next"]["reward"]
     firsts = lambda *args: sorted(rewards(*args)[:, 0].tolist())
     assert firsts(buffer, state) == [16, 19, 22]
@@ -269,7 +269,7 @@ def test_a_period_is_counted_on_where_rows_are_told_anew(short, stacked):
     larger = make(12)
     state = jrb.rebuild(buffer, state, larger)
     state = larger.extend(state, jax.tree.map(lambda leaf: leaf[:6], items))
-    want = [0, 4, 22] + [3] * (short == "pad") + [19] * (not stacked)  # 18 is gone
+    want = [0, 4, 22] + [3] * (short == "pad") + [19] * (not stacked)  # 18 is overwritten
     assert firsts(larger, state) == sorted(want)
 
 

@@ -1,4 +1,4 @@
-"""What holds for all units: anchors and priorities, flags, keys, and what is refused."""
+"""Properties of all units: anchors and priorities, flags, keys, and refused arguments."""
 
 import functools
 import operator
@@ -81,7 +81,7 @@ def test_priorities_are_held_just_where_anchors_are(unit, expected, ring, data):
             state = add(state, jax.tree.map(lambda leaf: leaf[0], arrays(written)), mask[0])
         else:
             state = extend(state, arrays(written), mask)
-        if late is not None:  # drawn before these rows came: nothing that went is revived
+        if late is not None:  # a late update must not revive overwritten items
             state = update(state, late, jnp.arange(8.0))
         late = sample(state, jax.random.key(number)) if number % 2 else None
     want = {e["slot"] for e in model.all() if expected(model, e, begins) is not None}
@@ -182,7 +182,7 @@ def test_an_epoch_gives_nothing_twice_while_rows_come_and_go(unit, envs):
 
 
 def real_slots(sample):
-    """The anchors of a sample, without those that were not drawn."""
+    """Returns the anchors of a sample that are not masked."""
     mask = np.asarray(sample.mask)
     return np.asarray(sample.indices)[mask.reshape(len(mask), -1).any(axis=1)].tolist()
 
@@ -283,7 +283,7 @@ FLAGGED = [
 
 @pytest.mark.parametrize("unit", FLAGGED, ids=repr)
 def test_an_episode_ends_where_any_flag_says_so(unit):
-    """Three flags of any dtype, of shape () or (1,), mean what one bool for all of them means."""
+    """Three flags of any dtype, of shape () or (1,), act like one bool that combines them."""
     rng = np.random.default_rng(0)
     flags = rng.random((3, 40, 2)) < 0.1
     number = np.arange(80, dtype=np.float32).reshape(40, 2)
@@ -310,7 +310,7 @@ def test_an_episode_ends_where_any_flag_says_so(unit):
         {"truncated": flags.any(axis=0)[..., None].astype(np.float16) * np.float16(-0.5)},
     ]
     first = FLAGGED.index(unit) % 4
-    for other in (others + others)[first : first + 2]:  # each of them with three units
+    for other in (others + others)[first : first + 2]:  # two for each unit
         jax.tree.map(np.testing.assert_array_equal, drawn(**other), want)
 
 

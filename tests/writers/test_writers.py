@@ -1,4 +1,4 @@
-"""Writers that keep the best, or nothing new."""
+"""Writers that keep the best items, a random subset, or the items they have."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ EXAMPLE = {"id": jnp.int32(0), "rank": jnp.float32(0)}
 
 
 class Best:
-    """The N best in plain Python: a dict from slot to (rank, id)."""
+    """A model of the N best items: a dict from slot to (rank, id)."""
 
     def __init__(self, capacity):
         self.capacity, self.held = capacity, {}
@@ -127,7 +127,7 @@ def test_a_reservoir_holds_every_item_with_the_same_probability():
     found = np.asarray(jax.vmap(held)(seeds))
     assert all(len(set(one)) == 20 for one in found[:50].tolist())
     counts = np.bincount(found.ravel(), minlength=100)
-    # Each count is of 5000 draws of probability 1/5; those of one state add up to 20.
+    # Each count is of 5000 draws of probability 1/5; the counts of one state add up to 20.
     statistic = ((counts - 1000) ** 2 / 800).sum() * 99 / 100
     assert 55 < statistic < 160
     pairs = np.mean([{0, 99} <= set(one) for one in found.tolist()])
@@ -187,7 +187,7 @@ def test_a_key_of_a_reservoir_is_checked():
     ],
 )
 def test_a_queue_that_refuses_loses_nothing(unit, envs):
-    """What was added comes out, once and in order, however full the queue was meanwhile."""
+    """Every added item is drawn once and in order, even if the queue was full meanwhile."""
     buffers = [
         jrb.ReplayBuffer(rows * envs, envs, 3, jrb.Queue(), unit, writer)
         for rows, writer in ((6, jrb.BlockWhenFull()), (200, jrb.RoundRobin()))
