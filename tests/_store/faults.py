@@ -1,6 +1,6 @@
 """A store under faults, in a process that never loads JAX.
 
-Run as a script with the name of a scenario and a folder. Prints what it found as JSON.
+Run as a script with the name of a scenario and a folder. Prints the results as JSON.
 """
 
 import errno
@@ -36,7 +36,7 @@ COLUMNS = (Column.of("x", ("uint8", "[3000]"), 3000), Column.of("next/y", ("uint
 
 
 def rows(stamps):
-    """Rows of all columns that are told apart by their stamps."""
+    """Returns the rows of all columns for these stamps; rows of different stamps differ."""
     return [_patterns(column.width)[np.asarray(stamps) % 251] for column in COLUMNS]
 
 
@@ -124,7 +124,7 @@ def content(ring):
 
 
 def left():
-    """As in another process: what this one had open is gone."""
+    """Simulates another process: closes everything that this one had open."""
     gc.collect()
     store.writing.clear()
 
@@ -134,7 +134,7 @@ def created(path, slack=SLACK):
 
 
 def prepared(path, count, slack=SLACK):
-    """A store to which so many rows were committed."""
+    """Returns a store with so many committed rows."""
     shutil.rmtree(path, ignore_errors=True)
     ring = Ring(created(path, slack))
     for part in (count - count // 2, count // 2):
@@ -162,7 +162,7 @@ def within(ring):
 
 
 def edit(ring):
-    """Edits, and goes on."""
+    """Edits and commits rows, and writes more of them."""
     for _ in range(3):
         ring.edit()
     ring.commit()
@@ -180,7 +180,7 @@ SAFE = {"within", "editing"}  # nothing that was promised may go
 
 
 class At:
-    """A hook that does something at the k-th operation."""
+    """A hook that acts at the k-th operation."""
 
     def __init__(self, number, act):
         self.number, self.act, self.count = number, act, 0
@@ -194,7 +194,7 @@ class At:
 
 
 def operations(work):
-    """How many operations some work takes."""
+    """Returns the number of operations of some work."""
     files.hook = hook = At(-1, None)
     try:
         work()
@@ -228,7 +228,7 @@ def judged(path, name):
 
 
 def in_child(work):
-    """Does something in a process of its own; whether that was killed."""
+    """Runs a function in a process of its own; returns True if that was killed."""
     child = os.fork()
     if not child:
         try:
@@ -399,7 +399,7 @@ def power(path, name, seed):
 
 
 def crashed(before, path, log, stop, rng):
-    """The folder as a disk may show it after the first `stop` operations and a power loss."""
+    """Makes the folder as a disk may show it after the first `stop` operations and a power loss."""
     shutil.rmtree(path)
     shutil.copytree(before, path)
     synced = lambda place, since: ("fsync", place) in [event[:2] for event in log[since:stop]]
@@ -570,7 +570,7 @@ def make(path, code):
 
 
 def large(path):
-    """Files that may not grow as large as they have to."""
+    """Checks stores whose files may not grow to the needed size."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -611,7 +611,7 @@ def flip(path, seed):
 
 
 def truncate(path):
-    """Cuts every file of rows; each cut is noticed by name, with both sizes."""
+    """Cuts every file of rows; the error names the file and both sizes."""
     prepared(path, 75)
     left()
     missed, count = [], 0
@@ -688,7 +688,7 @@ def rivals(path):
 
 
 def fork(path):
-    """What a process may do that was forked off from the one that writes."""
+    """Checks what a process that was forked from the writer may do."""
     ring = prepared(path, 75)
     found = {}
     readable, written = os.pipe()
@@ -727,7 +727,7 @@ def fork(path):
 
 
 def moved(path):
-    """What a writer says whose folder is renamed, removed, or replaced by another store."""
+    """Checks the errors of a writer whose folder is renamed, removed or replaced by another."""
     found = {}
     for name in ("renamed", "removed", "replaced", "lock"):
         left()

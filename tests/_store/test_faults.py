@@ -32,7 +32,7 @@ def folder(tmp_path):
 
 
 def run(name, folder, *arguments):
-    """What a scenario found."""
+    """Returns the results of a scenario."""
     path = folder / "store"
     command = [sys.executable, SCRIPT, name, str(path), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

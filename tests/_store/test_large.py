@@ -1,4 +1,4 @@
-"""Stores of many slots, or of many leaves, cost what is written and not what could be."""
+"""The cost of stores with many slots or leaves depends on what is written, not on the capacity."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Temporary stores go with their process, however it ends."""
+"""Temporary stores are removed when their process ends, however it ends."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def started(how):
-    """A process with a temporary store, and the folder of that."""
+    """Returns a process with a temporary store, and the store's folder."""
     command = [sys.executable, "-c", MAKE, how]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     path = process.stdout.readline().strip()

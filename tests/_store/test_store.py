@@ -1,4 +1,4 @@
-"""Stores: what they promise, what they cost, and what they refuse."""
+"""Stores: their guarantees, costs and errors."""
 
 import os
 import pathlib
@@ -26,7 +26,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def announced():
-    """The operations on files that are made, as they are made."""
+    """Records the operations on files in their order."""
     found = []
     files.hook = lambda *event: found.append(event)
     yield found

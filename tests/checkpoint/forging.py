@@ -16,7 +16,7 @@ VALUES = [
 
 
 def places(node, where=()):
-    """The path of each value in a tree of JSON."""
+    """Yields the path of each value in a tree of JSON."""
     keys = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
     for key, value in ((key, node[key]) for key in keys):
         yield (*where, key)

@@ -1,4 +1,4 @@
-"""Checkpoints whose items have 64 bits, loaded in a program in which JAX keeps 32."""
+"""Checkpoints with 64-bit items, loaded in a program in which JAX keeps 32 bits."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back is what was there, and goes on as if nothing had happened."""
+"""Checkpoints: a loaded state equals the saved one, and continues as the saved one would."""
 
 import collections
 import dataclasses
@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.CopyWarn
 
 
 class Named(collections.namedtuple("Named", ["observation", "done"])):
-    """Items of a class of the program."""
+    """Items of a class that the program defines."""
 
 
 @chex.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Stores of rows on the host, saved and loaded: what comes back is what was committed."""
+"""Storages on the host, saved and loaded: a load returns what was committed."""
 
 import dataclasses
 import gc

@@ -1,4 +1,4 @@
-"""What is saved in one generation with a buffer: it never parts from it."""
+"""`extra=` is saved in one generation with the buffer, and always loaded with it."""
 
 import json
 import os

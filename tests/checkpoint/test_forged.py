@@ -1,4 +1,4 @@
-"""Metadata with other values, with right checksums: refused by name, or what was saved."""
+"""Changed metadata with correct checksums is refused by name, or loads what was saved."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Functions between items and the disk, and items that the user keeps."""
+"""Functions that encode items for the disk, and saves without items."""
 
 import functools
 import os

@@ -43,14 +43,14 @@ def backup(path, other):
 
 
 def swapped(path, other):
-    """Two folders change places."""
+    """Swaps two folders."""
     path.rename(path.with_name("for now"))
     (path.parent / other.name).rename(path)
     path.with_name("for now").rename(path.parent / other.name)
 
 
 def doubled(path, other):
-    """A folder is a copy of the one beside it."""
+    """Replaces a folder by a copy of the one beside it."""
     backup(path, path.parent / other.name)
 
 

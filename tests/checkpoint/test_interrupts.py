@@ -1,4 +1,4 @@
-"""An interrupt at any line of a write or a save: nothing hangs, no lock stays, all goes on."""
+"""Interrupts at any line of a write or a save: nothing hangs, no lock stays, and work continues."""
 
 import gc
 import inspect

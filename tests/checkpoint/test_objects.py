@@ -1,4 +1,4 @@
-"""Objects in checkpoints: what comes back is what was there, of its own classes."""
+"""Python objects in checkpoints: loaded objects equal the saved ones, in their own classes."""
 
 import collections
 import dataclasses
@@ -112,7 +112,7 @@ def test_objects_of_every_kind(tmp_path):
 
 
 def thing(rng, depth=3):
-    """A random object."""
+    """Returns a random object."""
     kinds = [
         lambda: rng.choice([None, True, math.nan, "a" * rng.randrange(300), rng.random()]),
         lambda: rng.getrandbits(rng.randrange(1, 64)),

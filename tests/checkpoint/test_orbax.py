@@ -38,7 +38,7 @@ def filled(rows=400, start=0):
 
 
 def raw(state):
-    """All arrays of a state on the host, copied."""
+    """Returns copies of all arrays of a state, on the host."""
     return [np.array(casting.raw(leaf)) for leaf in jax.tree.leaves(state)]
 
 

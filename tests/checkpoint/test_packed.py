@@ -40,7 +40,7 @@ def apart(path, other):
 
 
 def as_version_2(path, monkeypatch):
-    """Makes the newest generation say what it has as version 2 did."""
+    """Rewrites the newest generation's metadata in the form of version 2."""
     opened = generation.newest(Folder(path))
     for column in opened.body["table"]["columns"]:
         column.update(column.pop("leaves")[0])

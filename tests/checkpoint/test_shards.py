@@ -1,4 +1,4 @@
-"""Checkpoints of sharded states: exact on any number of devices, whole whatever dies when."""
+"""Checkpoints of sharded states: exact on all numbers of devices, complete if processes die."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What is to be saved, asked of a state once."""
+"""A save reads what it writes from the state only once."""
 
 import jax
 import jax.numpy as jnp

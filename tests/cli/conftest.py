@@ -1,4 +1,4 @@
-"""Without typer there is nothing to be tested here."""
+"""Skips this folder's tests if typer is not installed."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Something of every kind that commands take, and how they are called."""
+"""Paths of every kind that commands take, and a function that runs commands."""
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ OTHERS = ("torchrl", "d4rl", "recorded")
 
 
 def call(capsys, *arguments):
-    """Status, stdout, stderr of a command."""
+    """Returns the status, stdout and stderr of a command."""
     try:
         cli.main(list(map(str, arguments)))
     except SystemExit as ended:

@@ -169,7 +169,7 @@ def test_verify_finds_damaged_parts(tmp_path, capsys):
 
 
 def recording_of_frames(folder):
-    """The path of a recording whose file is mostly data, which Parquet has checksums for."""
+    """Returns the path of a recording; most of its file is data, which Parquet checksums."""
     frames = np.random.default_rng(0).integers(0, 256, (300, 500), np.uint8)
     with jrb.datasets.Recorder(folder / "frames") as recorder:
         flags = {"reward": np.zeros(300), "done": np.arange(300) % 7 == 6}

@@ -1,4 +1,4 @@
-"""What every dataset must give, whatever files it lies in."""
+"""Checks that every dataset must pass, in whichever files it is stored."""
 
 import jax
 import numpy as np

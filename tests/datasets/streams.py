@@ -1,4 +1,4 @@
-"""Buffers with episodes in them, and the episodes in plain Python."""
+"""Buffers that hold episodes, and the same episodes in plain Python."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Datasets as buffers: exact, in files, gone on with after a crash, made once."""
+"""Datasets as buffers: exact, in files, resumed after a crash, made only once."""
 
 import gc
 import logging

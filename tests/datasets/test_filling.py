@@ -1,4 +1,4 @@
-"""Rewards that are NaN or infinite: kept bit for bit, counted, told once."""
+"""Rewards that are NaN or infinite: kept bit for bit, counted, and reported once."""
 
 import logging
 

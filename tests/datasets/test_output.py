@@ -1,4 +1,4 @@
-"""The bar in the terminal."""
+"""The progress bar in the terminal."""
 
 import builtins
 import sys

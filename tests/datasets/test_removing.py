@@ -1,4 +1,4 @@
-"""What removes or writes over files touches those that jrb knows as its own, or none."""
+"""Removing and overwriting touch only files that jrb recognizes as its own."""
 
 import os
 import shutil

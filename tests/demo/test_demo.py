@@ -1,4 +1,4 @@
-"""The demo trains, alone and side by side, and tells what it did."""
+"""The demo trains one or several agents, and reports the results."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The pages of the API name all that is public."""
+"""The API pages list every public name."""
 
 import importlib
 import pathlib
@@ -12,7 +12,7 @@ ROOMS += ("jrb.remote", "jrb.storages", "jrb.transforms", "jrb.types")
 
 
 def documented():
-    """The names that the pages have."""
+    """Returns the names on the API pages."""
     text = "\n".join(path.read_text() for path in PAGES.glob("*.rst"))
     return set(
         re.findall(r"(?:auto|py:)(?:class|function|exception|data|module):: (jrb[\w.]*)", text)

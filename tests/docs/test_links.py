@@ -1,4 +1,4 @@
-"""What pages point to is there."""
+"""The targets of all links exist."""
 
 import pathlib
 import re
@@ -39,7 +39,7 @@ OTHERS += sorted([*ROOT.glob("docs/api/*.rst"), *ROOT.glob("notebooks/*.ipynb")]
 
 
 def is_known(url):
-    """Whether a link has a form that is known, or leads to a file of the repository."""
+    """Returns True if a link has a known form, or leads to a file of the repository."""
     for start in FILES:
         if url.startswith(start):
             return (ROOT / url.removeprefix(start)).exists()
@@ -52,20 +52,20 @@ def is_known(url):
 
 
 def prose(path):
-    """A page without its code."""
+    """Returns the text of a page without its code."""
     text = re.sub(r"^```(?!\{).*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`\n]*`", "code", text)
 
 
 def anchors(path):
-    """The names of a page's headings, as GitHub and MyST make them."""
+    """Returns the anchors of a page's headings, as GitHub and MyST make them."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in headings}
 
 
 def broken(path):
-    """The links of a page that lead nowhere."""
+    """Returns the broken links of a page."""
     text = prose(path)
     targets = LINK.findall(text) + INCLUDED.findall(path.read_text())
     for target in targets:

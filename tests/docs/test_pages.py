@@ -1,4 +1,4 @@
-"""The documentation as a browser shows it: nothing is cut, and a search finds the right page."""
+"""The documentation in a browser: nothing is cut off, and searches find the right page."""
 
 import os
 import pathlib
@@ -51,7 +51,7 @@ SEARCHES = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder with all pages."""
+    """Builds all pages, and returns their folder."""
     browser.find()
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", "-d", out / "trees"]
@@ -70,7 +70,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pages(site):
-    """The paths of all pages."""
+    """Returns the paths of all pages."""
     found = [path.relative_to(site) for path in site.rglob("*.html")]
     return sorted(str(path) for path in found if path.parts[0] != "_static")
 

@@ -1,4 +1,4 @@
-"""The tables of the pages on performance and scale say what the results say."""
+"""The tables of the pages on performance and scale agree with the results."""
 
 import pathlib
 import re

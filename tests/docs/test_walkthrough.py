@@ -1,4 +1,4 @@
-"""The way through the code names files and functions that are there."""
+"""The walkthrough names only files and functions that exist."""
 
 import pathlib
 import re

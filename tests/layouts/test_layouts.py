@@ -1,4 +1,4 @@
-"""Layouts: there and back is the identity, and what lies between is what it says."""
+"""Layouts: conversion there and back is the identity, and each layout has its stated form."""
 
 import hypothesis.strategies as st
 import jax

@@ -1,4 +1,4 @@
-"""Returns of whole episodes beside transitions agree with lists in plain Python."""
+"""Returns of complete episodes, stored beside transitions, agree with plain Python."""
 
 import functools
 

@@ -15,7 +15,7 @@ EXAMPLE = {"observation": jnp.zeros(3), "action": jnp.zeros(2), "next": AFTER}
 
 
 def rows(count, source):
-    """Transitions whose observation says where they are from."""
+    """Returns transitions whose observation names their source."""
     leading = lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape))
     items = jax.tree.map(leading, EXAMPLE)
     numbers = jnp.arange(count, dtype=jnp.float32)

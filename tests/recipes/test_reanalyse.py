@@ -1,4 +1,4 @@
-"""Targets of a search that are computed again, and written back into sampled windows."""
+"""Search targets that are recomputed and written back into sampled windows."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The buffer for Stable-Baselines3 stores what theirs does, and their models learn from it."""
+"""The buffer for Stable-Baselines3 stores what its own buffer stores, and its models learn."""
 
 import gymnasium
 import jax

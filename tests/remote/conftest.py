@@ -1,4 +1,4 @@
-"""Actors that all tests of the folder share."""
+"""Actors that all tests of this folder share."""
 
 import pathlib
 
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def workers(cluster):
-    """Two actors, to each of which a test gives what it is to work with."""
+    """Two actors; each test gives them the objects to work with."""
     from tests.remote.rows import Worker
 
     return [cluster.remote(num_cpus=0)(Worker).remote() for _ in range(2)]

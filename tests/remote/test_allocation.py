@@ -1,4 +1,4 @@
-"""What was freed is used again, and its pages are not asked for anew."""
+"""Freed memory is reused, and its pages are not allocated again."""
 
 import platform
 import subprocess

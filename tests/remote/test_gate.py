@@ -1,4 +1,4 @@
-"""What the gate lets pass, with callers and servers that die at any moment; no cluster."""
+"""The gate's grants, with callers and servers that die at any moment, without a cluster."""
 
 import asyncio
 import collections
@@ -24,7 +24,7 @@ class Call:
 
 
 class Shard:
-    """A server that counts."""
+    """A server that counts its calls."""
 
     def __init__(self):
         self.items = self.samples = 0

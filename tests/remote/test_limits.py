@@ -1,4 +1,4 @@
-"""Limits hold both sides back."""
+"""Limits block writers and readers."""
 
 import pytest
 

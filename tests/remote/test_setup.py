@@ -1,4 +1,4 @@
-"""What is refused, where it is called; and what needs no server."""
+"""Errors that the caller gets, and calls that need no server."""
 
 import subprocess
 import sys

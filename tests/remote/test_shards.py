@@ -38,7 +38,7 @@ def test_without_masses_the_numbers_of_anchors_count():
 
 
 def part(slots, likely):
-    """What a shard gives."""
+    """Returns a sample, as one shard would give it."""
     count = len(slots)
     return jrb.Sample(
         data={"x": np.array(slots)},

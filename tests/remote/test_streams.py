@@ -1,4 +1,4 @@
-"""What actors send is what learners draw, each stream by itself."""
+"""Learners draw what actors send, and each stream stays separate."""
 
 import pickle
 
@@ -20,7 +20,7 @@ def remote(cluster):
 
 
 def of_stream(sample, stream):
-    """The timesteps, slots and returns of one stream."""
+    """Returns the timesteps, slots and returns of one stream."""
     lane, time = np.asarray(sample.data["id"]).T
     mine = lane == stream
     rewards = np.asarray(sample.data["next"]["reward"])

@@ -1,4 +1,4 @@
-"""An interrupt of a wait for Ray: nothing that was asked for is forgotten."""
+"""Interrupted waits for Ray: no pending call is lost."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""The recorder: what it is given comes back, whatever the calls, chunks, environments, writers."""
+"""The recorder: recorded items are read back for all calls, chunks, environments and writers."""
 
 import collections
 import gc
