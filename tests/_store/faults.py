@@ -61,7 +61,7 @@ class Ring:
         self.written, self.lost = self.written + count, max(0, self.lost - passed)
 
     def edit(self):
-        """Writes rows anew that stay as they are for a crash; the table may grow."""
+        """Writes rows again at other places; a crash keeps the old ones. The table may grow."""
         slots = np.arange(5, 30)
         stamps = self.written - 1 - (self.written - 1 - slots) % SLOTS
         self.version = self.store.put(self.version, slots, rows(stamps), expiring=False)
@@ -109,13 +109,13 @@ def opened(path, number=None):
 
 
 def _behind(written, slots):
-    """How many of the oldest rows there are up to the newest one at some slots."""
+    """Returns the number of rows from the oldest one to the newest one at these slots."""
     stamps = written - 1 - (written - 1 - slots) % SLOTS
     return int((stamps - max(0, written - SLOTS)).max(initial=-1)) + 1
 
 
 def content(ring):
-    """How many rows were written, if all of the last ones are there; else what is wrong."""
+    """Returns the number of rows written if the newest ones are intact, otherwise an error text."""
     held = min(ring.written, SLOTS) - ring.lost
     stamps = np.arange(ring.written - held, ring.written)
     found = ring.store.take(ring.version, [stamps % SLOTS] * len(COLUMNS))
@@ -146,7 +146,7 @@ def prepared(path, count, slack=SLACK):
 
 
 def again(ring):
-    """Writes over a part of what was committed, commits that, and goes on."""
+    """Overwrites a part of the committed rows, commits, and continues."""
     ring.write(7)
     ring.write(25)
     ring.commit()
@@ -204,7 +204,7 @@ def operations(work):
 
 
 def judged(path, name):
-    """What a fault has left behind; then it has to go on, and to be whole."""
+    """Returns what a fault has left behind; the store must then accept writes and be complete."""
     allowed = WORK[name][2]
     try:
         ring = opened(path)
@@ -244,7 +244,7 @@ def die(*_):
 
 
 def kill(path, name):
-    """Kills a process at every operation in turn."""
+    """Kills a process at each operation in turn."""
     count, work, _ = WORK[name]
     total = operations(functools.partial(work, prepared(path, count)))
     left()
@@ -421,7 +421,7 @@ _NAMING = ("create", "mkdir", "replace", "unlink", "rmdir")
 
 
 def _name_again(operation, place, *rest):
-    """One operation on names; of files that were lost before, nothing."""
+    """Repeats one operation on names; ignores files that were lost before."""
     if operation == "create":
         open(place, "wb").close()
     elif operation == "mkdir":
@@ -457,7 +457,7 @@ class Save:
             opened.close()
 
     def is_at(self, path, number=None):
-        """Whether that is what is there."""
+        """Returns True if the checkpoint at a path is this save."""
         found = saved_at(path, number)
         return found is not None and found == list(self.stamps)
 
@@ -493,7 +493,7 @@ def _begun(path, name):
 
 
 def _judged(path, name):
-    """What a fault has left of a save; then the next one has to work, and to clean up."""
+    """Returns what a fault has left of a save; the next save must work and clean up."""
     found, new = saved_at(path), SAVES[name]
     old = None if name == "first" else list(BEFORE.stamps)
     if found not in (old, list(new.stamps)):
@@ -669,7 +669,7 @@ def meet(path, count):
 
 
 def rivals(path):
-    """Whether a second writer is turned away, and one that comes after a kill is not."""
+    """Checks that a second writer is refused, and a writer after a kill is not."""
     ring = prepared(path, 75)
     left()  # as in another process
     found, other = [], opened(path)
@@ -818,7 +818,7 @@ def interrupted(path, again, first, stride):
 
 
 def is_gone(ring):
-    """Whether rows are lost, as there was no room but their own; else they are what they were."""
+    """Returns True if old rows were overwritten for lack of room, or differ."""
     try:
         return content(ring) != ring.written
     except StaleError:

@@ -194,7 +194,7 @@ def test_a_file_that_was_put_in_the_place_of_another_is_not_written_to(path, mon
 
 
 def test_a_copy_of_a_buffer_of_many_slots(tmp_path):
-    """What is saved elsewhere, and loaded from there, is what was written; older rows there go."""
+    """Saving to another path and loading restores the written rows; older rows there go."""
     buffer = jrb.ReplayBuffer(10**8, batch_size=4, storage=jrb.MemmapStorage())
     for count in (100, 30):
         state = buffer.extend(buffer.init({"x": np.uint8(0)}), {"x": np.full(count, 7, np.uint8)})

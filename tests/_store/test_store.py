@@ -170,7 +170,7 @@ def test_numbers_that_change_while_they_are_looked_at_are_not_damaged(path):
     there, new = (words(np.uint64(most) - places) for most in (80, 200))
 
     class Written(np.ndarray):
-        """What another process writes to after the numbers were looked at, before the checks."""
+        """An array that another process overwrites between the read and the checks."""
 
         def __rshift__(self, bits):
             found = np.asarray(self) >> bits

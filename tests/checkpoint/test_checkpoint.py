@@ -228,7 +228,7 @@ def test_states_side_by_side(tmp_path):
 
 @pytest.mark.parametrize("many", [False, True])
 def test_files_are_in_the_order_of_slots(many, tmp_path):
-    """Whatever the order in memory: that of environments for windows, else that of slots."""
+    """Windows are stored by environment in memory, other units by slot; files are by slot."""
     files = []
     for unit in (jrb.Transition(), jrb.Sequence(1)):
         buffer, state = filled(unit=unit)
@@ -479,7 +479,7 @@ def test_on_a_device_of_ones_choice(tmp_path):
 
 
 def contents(buffer, state):
-    """What is held, oldest first, `[T, E]` of numbers."""
+    """Returns the numbers of the held items, oldest first, `[T, E]`."""
     held = buffer.writer.held(buffer.ring, state.writer)
     slots = (int(held.first[0]) + np.arange(int(held.size))) % buffer.capacity
     return np.asarray(buffer.take(state, slots)["action"]).reshape(-1, buffer.ring.envs)
@@ -773,7 +773,7 @@ def test_flipped_bits_name_the_leaf_and_the_block(tmp_path):
 
 
 def rerun(buffer, seed, rows):
-    """The same schedule with other random numbers; most leaves have few different values."""
+    """Returns items of a run with this seed; most leaves have few different values."""
     rng = np.random.default_rng(seed)
     done, reward = rng.random(rows) < 0.01, (rng.random(rows) < 0.02).astype(np.float32)
     items = {**TED, "observation": rng.normal(size=(rows, 3)).astype(np.float32)}

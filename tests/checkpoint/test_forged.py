@@ -64,7 +64,7 @@ OPTIONS = {
 
 
 def content(buffer, state):
-    """What is held, to be compared."""
+    """Returns the held items or leaves in a form that can be compared."""
     if isinstance(buffer, jrb.ReplayBuffer):
         held = jrb.items(buffer, state)
         return str(jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), held))
@@ -72,7 +72,7 @@ def content(buffer, state):
 
 
 def calls(kind, path, held):
-    """What a user does with a path, by name."""
+    """Returns the calls that a user makes on a path, by name."""
 
     def load():
         buffer, state, *_ = checkpoint.load(path, **OPTIONS.get(kind, {}))

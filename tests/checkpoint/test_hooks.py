@@ -60,7 +60,7 @@ def restored(saved):
 
 
 def same_draws(buffer, state, back, count=3):
-    """Whether two states go on in the same way."""
+    """Asserts that two states draw equal batches as writes continue."""
     for number in range(count):
         key = jax.random.key(number)
         assert_same(buffer.sample(state, key), buffer.sample(back, key))

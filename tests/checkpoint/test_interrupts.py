@@ -30,7 +30,7 @@ def numbered(first, count):
 
 
 def attempted(trace, work):
-    """What some work gives, done again if it was interrupted."""
+    """Returns the result of some work, which is repeated if it was interrupted."""
     before = sys.gettrace()
     try:
         sys.settrace(trace)

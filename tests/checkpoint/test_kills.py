@@ -28,7 +28,7 @@ def arrays(seed):
 
 
 def words(seed):
-    """The same of objects."""
+    """Returns a state of a buffer of objects, and a later one."""
     row = lambda n: [{"text": f"{seed} {one}" * one, "x": np.arange(one)} for one in range(n)]
     state = LIST.extend(LIST.init(None), row(5))
     before = LIST.extend(LIST.init(None), row(5))  # states share their objects
@@ -44,7 +44,7 @@ def told(buffer, state):
 
 
 def cases():
-    """What to save before and after, how, and how it is loaded: by which states."""
+    """Yields a name, a buffer, the states before and after, and options of saving and loading."""
     one, other = arrays(1)
     before, after = words(2)
     plain = (BUFFER, one, other)
@@ -61,7 +61,7 @@ CASES = {name: rest for name, *rest in cases()}
 
 
 def found(path, buffer, states, back):
-    """Which of some states is there, and nothing else."""
+    """Returns the number of the saved state; asserts that nothing else is in the folder."""
     assert checkpoint.verify(path) == []
     for number, state in enumerate(states):
         try:

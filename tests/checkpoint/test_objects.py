@@ -29,7 +29,7 @@ class Note:
 
 
 def same(one, other):
-    """Whether two objects are the same in all that an object can tell."""
+    """Asserts that two objects are equal in type, value, dtype and shape."""
     assert type(one) is type(other) or isinstance(other, jax.Array), (one, other)
     if isinstance(other, float):
         assert struct.pack("<d", one) == struct.pack("<d", other)

@@ -176,7 +176,7 @@ def test_shards_that_are_missing_or_damaged_are_named(tmp_path):
 
 
 class Board:
-    """What the processes leave for each other."""
+    """A board on which the simulated processes leave messages for each other."""
 
     def __init__(self, count):
         self.count, self.told = count, {}
@@ -195,7 +195,7 @@ class Board:
 
 
 class Process(saving.ProcessGroup):
-    """One that works when no other does."""
+    """A simulated process, which runs only while no other does."""
 
     board: Board
 
@@ -259,7 +259,7 @@ def step(number):
 
 
 def there(path, sharded, states):
-    """Which of two states is saved, all of it."""
+    """Returns the step of the saved state, after a check of all its leaves."""
     assert checkpoint.verify(path) == []
     _, state, extra = jrb.load(path, extra={"step": 0})
     assert_same(jax.device_get(state), jax.device_get(states[extra["step"]]))

@@ -709,7 +709,7 @@ def test_wrong_calls_name_the_help(words, line, capsys):
 
 
 def complete(words):
-    """What a shell is offered behind the words that were typed."""
+    """Returns the completions that a shell gets for these words."""
     env = {"_JRB_COMPLETE": "complete_bash", "COMP_WORDS": words, "PATH": os.environ["PATH"]}
     env |= {"COMP_CWORD": str(words.count(" ")), "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(

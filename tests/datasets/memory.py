@@ -1,4 +1,4 @@
-"""Datasets that lie in memory, and nothing but the three methods that a kind needs."""
+"""Formats of datasets in memory, with only the methods that a format must have."""
 
 import dataclasses
 from typing import ClassVar
@@ -50,7 +50,7 @@ class Memory(Format):
 
 
 class Quick(Indexed, Memory):
-    """The same, which finds episodes."""
+    """An in-memory format that reads single episodes by number."""
 
     name: ClassVar[str] = "quick"
 
@@ -62,7 +62,7 @@ class Quick(Indexed, Memory):
 
 
 def episode_of(rng, steps, terminated, whole):
-    """One whose last observation is there if it is whole."""
+    """Returns a random episode; if `whole`, it has its last observation."""
     over = np.zeros(steps, bool)
     over[-1] = terminated
     return {

@@ -36,7 +36,7 @@ def episodes_of(seed, count=5, **options):
 
 
 def cut_off(episode, steps):
-    """The same, still running after so many steps."""
+    """Returns the first `steps` steps of an episode, which is then still running."""
     if isinstance(episode, dict):
         return {name: cut_off(leaf, steps) for name, leaf in episode.items()}
     return episode[:steps]

@@ -132,7 +132,7 @@ def test_a_kind_of_ones_own():
 
 
 class Greedy(Memory):
-    """Of another package; it matches everything."""
+    """A format of another package, which matches everything."""
 
     name = "greedy"
 

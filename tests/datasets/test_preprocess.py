@@ -1,4 +1,4 @@
-"""Datasets through a function."""
+"""Datasets that are preprocessed by a function."""
 
 import os
 import pathlib
@@ -65,7 +65,7 @@ def unlucky(step):
 
 
 class OddError(Exception):
-    """One that no other process can be told of."""
+    """An exception that cannot be unpickled in another process."""
 
     def __init__(self, one, other):
         super().__init__(one)

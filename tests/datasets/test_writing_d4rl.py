@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def expected_of(episode, ended=True):
-    """As the set reads it: a running episode is truncated."""
+    """Returns an episode as the set reads it: a running episode is truncated."""
     after = dict(episode["next"])
     if not ended:
         last = np.arange(len(after["reward"])) == len(after["reward"]) - 1
@@ -168,7 +168,7 @@ def test_nothing_is_left_after_a_failure(tmp_path, monkeypatch, error):
 
 
 def test_a_dataset_is_written_as_it_is_read(tmp_path):
-    """One that lacks last observations, and a slice of it."""
+    """The dataset lacks last observations; a slice of it is written too."""
     jrb.datasets.write_d4rl(tmp_path / "a.hdf5", *filled(episodes_of(4)))
     dataset = jrb.datasets.open(tmp_path / "a.hdf5")
     jrb.datasets.write_d4rl(tmp_path / "b.hdf5", dataset)

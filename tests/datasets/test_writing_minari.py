@@ -205,7 +205,7 @@ def test_spaces_of_texts_are_refused(tmp_path):
 
 
 def plain(**changes):
-    """Four steps of one environment, the last of which ends it."""
+    """Returns four steps of one environment; the last one ends the episode."""
     seen, over = np.arange(5.0, dtype=np.float32), np.arange(4) == 3
     after = {
         "observation": seen[1:],
@@ -332,7 +332,7 @@ def test_steps_without_a_next_observation_are_left_out(tmp_path):
 
 
 def test_a_dataset_is_written_as_it_is_read(tmp_path):
-    """Those of Minari come back bit by bit, with their seeds."""
+    """Minari's episodes are read back bit for bit, with their seeds."""
     dataset = jrb.datasets.open(CARTPOLE)[3:15]
     about = {name: dataset.metadata[name] for name in ("observation_space", "env_spec")}
     jrb.datasets.write_minari(tmp_path / "name-v0", dataset, **about)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 def expected_of(episode, ended=True):
-    """As the set reads it: with the discount that was written, a running episode truncated."""
+    """Returns an episode as the set reads it: with a discount; a running one is truncated."""
     after = dict(episode["next"])
     if not ended:
         last = np.arange(len(after["reward"])) == len(after["reward"]) - 1
@@ -119,7 +119,7 @@ def test_a_dataset_is_written_as_it_is_read():
 
 
 def test_episodes_are_read_in_groups(monkeypatch):
-    """However small these are, and in environments of several lengths."""
+    """The groups have several sizes, and the environments' episodes several lengths."""
     episodes = episodes_of(6, 7)
     wanted = list(jrb.datasets.write_rlds(*filled(episodes)))
     for size in (1, 100, 1000):

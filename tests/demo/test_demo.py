@@ -56,7 +56,7 @@ def test_the_same_seed_gives_the_same_training():
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 @pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs a JAX with jax.shard_map")
 def test_cut_over_devices_it_learns_too():
-    """How well beside one device is in docs/scale.md, over a longer training."""
+    """docs/scale.md compares longer trainings on one device and on several."""
     parts = {"updates": 4, "batch_size": 32, "hidden": (32,), "chunks": 4, "devices": 2}
     rates = {"learning_rate": 4e-3, "target_rate": 0.05}
     config = training.dataclasses.replace(SMALL, steps=8000, seeds=4, **parts, **rates)

@@ -50,7 +50,7 @@ def refresh(state, batch, version):
 
 
 def versions(state):
-    """Which search the targets of each slot that is held are from, and that they belong to it."""
+    """Returns the version of the search of each slot's targets, after a check of the targets."""
     items = BUFFER.take(state, jnp.arange(BUFFER.capacity))
     version = (np.asarray(items["value"]) - np.asarray(items["observation"])) / 1000
     policy, value = search(version.astype(np.float32), items["observation"])

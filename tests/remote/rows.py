@@ -39,14 +39,14 @@ def reward(lane, time):
 
 
 def returned(lane, time, last, steps=3):
-    """What `NStep` with discount 1 makes of a row, where `last` is the last one that it may use."""
+    """Returns the return and steps of `NStep` with discount 1; it may use rows up to `last`."""
     until = min(time + steps - 1, last, time // 7 * 7 + 6)
     each = np.arange(time, until + 1)
     return float(reward(np.int32(lane), each).sum()), len(each)
 
 
 def buffer(capacity=96, sampler=None, unit=None, **parts):
-    """A prioritized one of three-step returns."""
+    """Returns a prioritized buffer of three-step returns."""
     return jrb.ReplayBuffer(
         capacity,
         batch_size=16,

@@ -33,7 +33,7 @@ class Shard:
 
 
 class World:
-    """One gate, its servers and callers; what they do is done when all that can go on has."""
+    """A gate with its servers and callers."""
 
     def __init__(self, limits, shards=2):
         self.limits, self.servers = limits, [Shard() for _ in range(shards)]

@@ -66,13 +66,13 @@ def test_weights_are_those_of_one_buffer(normalize):
 
 
 class SingleProcess:
-    """What Ray does, in this process: calls are done at once, and references what they give."""
+    """Ray in this process: calls run at once, and references are their results."""
 
     get = staticmethod(lambda found: found)
 
     @staticmethod
     def actor(server):
-        """One whose methods are called as those of an actor."""
+        """Returns an object whose methods are called as those of an actor."""
 
         method = lambda name: lambda *given, **named: getattr(server(), name)(*given, **named)
         call = lambda name: types.SimpleNamespace(

@@ -98,7 +98,7 @@ def named(tree):
 
 
 def in_ted(episode, with_infos=True):
-    """What must come back of an episode as Minari reads it."""
+    """Returns in TED what must be read of an episode, given as Minari reads it."""
     head = lambda tree: jax.tree.map(lambda leaf: leaf[:-1], named(tree))
     tail = lambda tree: jax.tree.map(lambda leaf: leaf[1:], named(tree))
     found = {

@@ -43,7 +43,7 @@ def steps(rng, *lead, chance=0.15):
 
 
 def as_dataset(episode):
-    """What a dataset makes of the items of an episode: it is over at its last step."""
+    """Returns the items of an episode as a dataset gives them: the last step ends it."""
     after = episode.items["next"]
     truncated = after["truncated"].copy()
     truncated[-1] |= not after["terminated"][-1]

@@ -368,7 +368,7 @@ def test_a_group_that_holds_itself_is_refused(tmp_path):
 
 
 def test_damaged_files_are_refused(tmp_path):
-    """Whatever happens to its bytes, a set is read or refused by a ValueError."""
+    """A set whose bytes were changed or cut is read, or refused by a ValueError."""
     steps = [sets.episode(3, seed, **{"infos/a": np.arange(4)}) for seed in range(3)]
     path = tmp_path / "set" / "main_data.hdf5"
     folder = sets.made(path.parent, steps)

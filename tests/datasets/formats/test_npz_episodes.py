@@ -9,7 +9,7 @@ LENGTHS = [3, 1, 4, 2, 5, 1, 2, 3, 1, 6, 2, 4]
 
 
 def episode_of(rng, steps):
-    """What happened in an episode, with the observation after the last action."""
+    """Returns a random episode, with the observation after the last action."""
     return {
         "seen": {
             "image": rng.integers(0, 256, (steps + 1, 4, 4, 3)).astype(np.uint8),

@@ -9,7 +9,7 @@ SAVES = {"plain": np.savez, "compressed": np.savez_compressed}
 
 
 def arrays_of(seed, lengths, **more):
-    """As OGBench's scripts write them: T steps and a row with the last observation each."""
+    """Returns arrays as OGBench's scripts write them: T steps and a row of the last observation."""
     rng = np.random.default_rng(seed)
     rows = sum(lengths) + len(lengths)
     terminals = np.zeros(rows, bool)

@@ -7,7 +7,7 @@ from tests.datasets.access import after, assert_same, check_access
 
 
 def steps_of(rng, steps, terminal):
-    """As RLDS has them: one row more than there are steps, whose action means nothing."""
+    """Returns steps as RLDS has them: with one more row, whose action means nothing."""
     rows = steps + 1
     first, last, ends = (np.zeros(rows, bool) for _ in range(3))
     first[0] = last[-1] = True
@@ -64,7 +64,7 @@ class Tensor:
 
 
 class Again:
-    """What can be gone through again and again, and tells no length."""
+    """An iterable that can be iterated repeatedly and has no length."""
 
     def __init__(self, make):
         self.make = make
@@ -80,7 +80,7 @@ def rows_of(tree, row):
 
 
 def by_steps(episode):
-    """The same episode with an iterable of single steps, of another library's arrays."""
+    """Returns an episode whose steps are an iterable of single steps."""
     steps = episode["steps"]
     rows = lambda: (rows_of(steps, row) for row in range(len(steps["reward"])))
     return {**episode, "steps": Again(rows)}
@@ -114,7 +114,7 @@ def test_episodes_of_every_source(source):
 
 
 def demonstration(steps, terminal, action=1.0, reward=1.0):
-    """One whose last step has an action and the only reward, as rlds_dataset_builder writes it."""
+    """Returns an episode as of rlds_dataset_builder: its last step has an action and the reward."""
     last = np.arange(steps) == steps - 1
     return {
         "steps": {

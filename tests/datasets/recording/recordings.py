@@ -6,7 +6,7 @@ KINDS = ("goes on", "terminated", "truncated")
 
 
 def item(number, how="goes on", after=0.5):
-    """One item, whose next observation is that of the item so much later; None for without one."""
+    """Returns an item; its next observation is that of number + `after`, or missing if None."""
     seen = {} if after is None else {"observation": seen_at(number + after)}
     return {
         "observation": seen_at(number),
@@ -33,7 +33,7 @@ def stacked(items):
 
 
 class Stream:
-    """What one environment of one recorder was given."""
+    """The items that one environment of a recorder was given."""
 
     def __init__(self):
         self.steps = []  # number, how, and whether the recorder was told that it begins anew

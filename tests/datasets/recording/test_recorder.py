@@ -79,7 +79,7 @@ class Told:
         self.calls.append(np.ones(1, bool) if mask is None else mask)
 
     def streams(self):
-        """Of all that is sealed."""
+        """Returns the streams of all sealed items."""
         left, found = self.recorder.sealed, [Stream() for _ in range(self.envs or 1)]
         for call in self.calls:
             if not isinstance(call, list):

@@ -1,4 +1,4 @@
-"""Recorders under faults: what was sealed is there whole, the rest is still in memory."""
+"""Recorders under faults: sealed items are complete on disk, the others still in memory."""
 
 import os
 import random
@@ -43,7 +43,7 @@ def calls(recorder, count=COUNT):
 
 
 def held(path):
-    """How many of the items are there, if they are the first of all, in order; 0 for nothing."""
+    """Returns the number of stored items, after a check that they are the first ones in order."""
     try:
         dataset = jrb.datasets.open(path)
     except ValueError as error:  # no part was sealed
