@@ -30,8 +30,8 @@ from jrb._store.table import Column
 
 SLOTS, SLACK = 60, 15
 if __name__ == "__main__":
-    table._FIRST = 20 * 3012  # bytes of a third of the rows: the table grows on the way
-    table._MOST_OPEN = 2  # one column is opened when it is used
+    table._FIRST = 20 * 3012  # bytes of a third of the rows, so that the table grows
+    table._MOST_OPEN = 2  # so that the file of one column is opened for each use
 COLUMNS = (Column.of("x", ("uint8", "[3000]"), 3000), Column.of("next/y", ("uint8", "[4]"), 4))
 
 
@@ -42,13 +42,13 @@ def rows(stamps):
 
 @functools.cache
 def _patterns(width):
-    """Row t is what stands in a column at the stamps t, t + 251, ..., made once."""
+    """Returns the rows of a column for the stamps 0 to 250, uint8 `[251, width]`."""
     base = np.arange(width, dtype=np.int64)
     return ((base * 7 + np.arange(251)[:, None] * 31) % 251).astype(np.uint8)
 
 
 class Ring:
-    """A store written as a ring: row number t has the stamp t. And how it is committed."""
+    """A store written as a ring, in which row number t has the stamp t."""
 
     def __init__(self, opened, written=0):
         self.store, self.written, self.version = opened, written, opened.version
@@ -61,7 +61,7 @@ class Ring:
         self.written, self.lost = self.written + count, max(0, self.lost - passed)
 
     def edit(self):
-        """Writes rows again at other places; a crash keeps the old ones. The table may grow."""
+        """Rewrites 25 rows without overwriting committed ones; the table may grow."""
         slots = np.arange(5, 30)
         stamps = self.written - 1 - (self.written - 1 - slots) % SLOTS
         self.version = self.store.put(self.version, slots, rows(stamps), expiring=False)
@@ -77,7 +77,7 @@ class Ring:
 
 
 def reopen(path, number=None):
-    """The store as a generation describes it, checked."""
+    """Opens the newest or the given generation of a store and checks it."""
     while True:
         folder = opening.folder_at(path)
         one = generation.newest(folder) if number is None else opening.at(folder, number)
@@ -87,11 +87,11 @@ def reopen(path, number=None):
             return there
         except (DamagedError, FileNotFoundError):
             if number is not None or generation.numbers(folder)[-1:] == [one.number]:
-                raise  # else the next generation has come meanwhile
+                raise  # otherwise retry: a newer generation exists
 
 
 def opened(path, number=None):
-    """The ring as it was committed last, checked."""
+    """Opens the ring of the newest or the given generation and checks it."""
     while True:
         there = reopen(path, number)
         if not there.generation:
@@ -99,7 +99,7 @@ def opened(path, number=None):
         try:
             entry = generation.Generation(there.folder, there.generation)
         except FileNotFoundError:
-            continue  # the next one has come
+            continue  # a newer generation has replaced it
         text = lambda name, entry=entry: int(entry.array(name, np.uint8).tobytes())
         ring = Ring(there, text("written"))
         ring.lost = max(text("lost"), _behind(ring.written, there.lost))
@@ -134,7 +134,7 @@ def created(path, slack=SLACK):
 
 
 def prepared(path, count, slack=SLACK):
-    """Returns a store with so many committed rows."""
+    """Returns a store with `count` committed rows."""
     shutil.rmtree(path, ignore_errors=True)
     ring = Ring(created(path, slack))
     for part in (count - count // 2, count // 2):
@@ -154,7 +154,7 @@ def again(ring):
 
 
 def within(ring):
-    """Writes no more than there is room for beside what was committed."""
+    """Writes no more rows than there are free places beside the committed rows."""
     ring.write(7)
     ring.write(8)
     ring.commit()
@@ -176,7 +176,7 @@ WORK = {
     "editing": (75, edit, {75}),
     "first": (0, again, {None, 32}),
 }
-SAFE = {"within", "editing"}  # nothing that was promised may go
+SAFE = {"within", "editing"}  # work that never overwrites committed rows
 
 
 class At:
@@ -194,7 +194,7 @@ class At:
 
 
 def operations(work):
-    """Returns the number of operations of some work."""
+    """Runs some work and returns the number of its file operations."""
     files.hook = hook = At(-1, None)
     try:
         work()
@@ -204,7 +204,7 @@ def operations(work):
 
 
 def judged(path, name):
-    """Returns what a fault has left behind; the store must then accept writes and be complete."""
+    """Checks that a store works after a fault; returns its row count, None, or an error text."""
     allowed = WORK[name][2]
     try:
         ring = opened(path)
@@ -228,7 +228,7 @@ def judged(path, name):
 
 
 def in_child(work):
-    """Runs a function in a process of its own; returns True if that was killed."""
+    """Runs a function in a child process; returns True if SIGKILL ended the process."""
     child = os.fork()
     if not child:
         try:
@@ -302,7 +302,7 @@ def strike(code):
 
 
 def fail(path, name, code):
-    """Raises at every operation in turn; what was committed is intact."""
+    """Raises an OSError at every operation in turn and checks the store after each."""
     count, work, _ = WORK[name]
     total = operations(functools.partial(work, prepared(path, count)))
     outcomes = []
@@ -323,9 +323,9 @@ def fail(path, name, code):
 
 
 def go_on(path, code):
-    """Raises at every operation of writes and a commit; the same process goes on, and dies then.
+    """Raises at every operation of writes and commits; the same process continues, then crashes.
 
-    What it was told was committed is there, and what readers hold stays, or is said to be gone.
+    Successful commits survive the crash. Readers see their rows or raise StaleError.
     """
     outcomes = []
     number, over = 0, False
@@ -354,7 +354,7 @@ def go_on(path, code):
                         if content(ring) != before:
                             outcomes.append("a write that failed was seen")
                     except StaleError:
-                        pass  # there was no room but that of the rows themselves
+                        pass  # the write needed the places of old rows
                     ring.write(step)
         over, files.hook = hook.count < number, None
         try:
@@ -378,7 +378,7 @@ def go_on(path, code):
 
 
 def power(path, name, seed):
-    """Cuts the power at every operation: what was not synced is there, or not, at random."""
+    """Cuts the power at every operation; each change that was not synced survives at random."""
     count, work, _ = WORK[name]
     ring = prepared(path, count)
     log, before = [], path + ".before"
@@ -436,7 +436,7 @@ def _name_again(operation, place, *rest):
 
 
 class Save:
-    """Saves of a checkpoint, told apart by their stamps."""
+    """Saves a checkpoint whose rows have these stamps."""
 
     def __init__(self, stamps, columns=COLUMNS, keep=0):
         self.stamps, self.columns, self.keep = stamps, columns, keep
@@ -463,7 +463,7 @@ class Save:
 
 
 def saved_at(path, number=None):
-    """The stamps of a checkpoint, checked; None if there is none, -1 if it is a mixture."""
+    """Returns a checkpoint's stamps; None without a checkpoint, -1 if rows do not match them."""
     try:
         there = reopen(path, number)
     except FileNotFoundError:
@@ -493,7 +493,7 @@ def _begun(path, name):
 
 
 def _judged(path, name):
-    """Returns what a fault has left of a save; the next save must work and clean up."""
+    """Checks that the next save works and cleans up; returns old, new, or an error text."""
     found, new = saved_at(path), SAVES[name]
     old = None if name == "first" else list(BEFORE.stamps)
     if found not in (old, list(new.stamps)):
@@ -509,7 +509,7 @@ def _judged(path, name):
 
 
 def save(path, fault, name, code):
-    """A kill, a failure, or a loss of power at every operation of a save."""
+    """Kills the process, raises, or cuts the power at every operation of a save."""
     _begun(path, name)
     total = operations(functools.partial(SAVES[name], path))
     outcomes, log = [], []
@@ -548,7 +548,7 @@ def _die_in(path, name, number):
 
 
 def make(path, code):
-    """A disk that is full or broken at every operation of making a store; then another try."""
+    """Raises at every operation of creating a store; the next attempt must succeed."""
     total = operations(lambda: prepared(path, 0) and None)
     outcomes = []
     for number in range(1, total + 1):
@@ -570,7 +570,7 @@ def make(path, code):
 
 
 def large(path):
-    """Checks stores whose files may not grow to the needed size."""
+    """Creates a store above the file size limit; returns the error and the files left."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -581,7 +581,7 @@ def large(path):
 
 
 def flip(path, seed):
-    """Flips bits in every file of a store, some rows written since it was committed."""
+    """Flips bits in every file of a store with rows written after the last commit."""
     rng, missed, count = random.Random(seed), [], 0
     ring = prepared(path, 75)
     ring.write(10)
@@ -611,7 +611,7 @@ def flip(path, seed):
 
 
 def truncate(path):
-    """Cuts every file of rows; the error names the file and both sizes."""
+    """Truncates every file of rows; the error must name the file and both sizes."""
     prepared(path, 75)
     left()
     missed, count = [], 0
@@ -641,7 +641,7 @@ def truncate(path):
 
 
 def meet(path, count):
-    """Reads while another process writes and commits: each is of what was committed, or stale."""
+    """Counts correct, wrong and stale reads while another process writes and commits."""
     prepared(path, 75)
     left()
     child = os.fork()
@@ -671,7 +671,7 @@ def meet(path, count):
 def rivals(path):
     """Checks that a second writer is refused, and a writer after a kill is not."""
     ring = prepared(path, 75)
-    left()  # as in another process
+    left()  # so that the opened store acts as another process
     found, other = [], opened(path)
     try:
         other.write(1)
@@ -688,7 +688,7 @@ def rivals(path):
 
 
 def fork(path):
-    """Checks what a process that was forked from the writer may do."""
+    """Checks that a child forked from the writer reads, but neither writes nor keeps the lock."""
     ring = prepared(path, 75)
     found = {}
     readable, written = os.pipe()
@@ -717,7 +717,7 @@ def fork(path):
     found["parent"] = content(opened(path))
     del ring
     left()
-    other = opened(path)  # the child still lives
+    other = opened(path)  # while the child is still alive
     other.write(1)
     other.commit()
     found["after"] = content(opened(path))
@@ -757,7 +757,7 @@ def moved(path):
 
 
 class Interrupt:
-    """A trace function that interrupts at the k-th line of what is in or below a folder."""
+    """A trace function that raises KeyboardInterrupt at the k-th line run in files of a folder."""
 
     def __init__(self, folder, number):
         self.folder, self.number, self.lines = folder, number, 0
@@ -774,9 +774,9 @@ class Interrupt:
 
 
 def interrupted(path, again, first, stride):
-    """An interrupt at every so-manieth line of writes, edits and commits: all goes on.
+    """Interrupts writes, edits and commits at every `stride`-th line; the work continues.
 
-    What was interrupted is done again at once, or not at all.
+    An interrupted step is repeated if `again` is set or rows are lost, otherwise skipped.
     """
     here = os.path.dirname(os.path.abspath(files.__file__))
     outcomes, number, over = [], first - stride, False
@@ -826,7 +826,7 @@ def is_gone(ring):
 
 
 def at_random(path, seed, kills):
-    """Kills a process that writes and commits at moments of any kind: nothing promised is lost."""
+    """Kills a process that writes and commits at random times; no commit may be lost."""
     rng, outcomes, last = random.Random(seed), [], 0
     prepared(path, 75)
     left()

@@ -17,13 +17,13 @@ from tests._store import faults
 
 MEMORY = "/dev/shm"
 SCRIPT = os.path.join(os.path.dirname(__file__), "faults.py")
-CODES = [errno.ENOSPC, errno.EIO]  # every kind of failure meets each, every kind of work one
+CODES = [errno.ENOSPC, errno.EIO]  # every kind of fault gets both, every kind of work one
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """In memory if there is a place: what a disk does is played, and none has to be waited for."""
+    """Yields a folder in memory if possible, which is faster: disk faults are simulated."""
     if not os.access(MEMORY, os.W_OK):
         yield tmp_path
         return
@@ -41,7 +41,7 @@ def run(name, folder, *arguments):
 
 
 def check(found, name):
-    """Each outcome is something that was committed, and both old and new occurred."""
+    """Asserts that the outcomes are exactly the expected states."""
     assert found["operations"] > 10
     assert set(found["outcomes"]) == faults.WORK[name][2]
 

@@ -27,7 +27,7 @@ def numbered(stamps):
 
 
 def disk(path):
-    """Bytes on the disk."""
+    """Returns the number of bytes used on the disk."""
     paths = [os.path.join(at, name) for at, _, names in os.walk(path) for name in names]
     return sum(os.stat(one).st_blocks * 512 for one in paths)
 
@@ -62,7 +62,7 @@ def test_many_slots_cost_what_is_written(path, slots):
 
 def test_to_open_a_ring_no_slot_is_looked_up(path, monkeypatch):
     one = opening.create(path, (column(),), 100, 125, reserve=False)
-    for version in range(0, 300, 10):  # the numbers of rows are written ahead of them
+    for version in range(0, 300, 10):  # row numbers are written ahead, for later rows
         one.put(version, np.arange(version, version + 10) % 100, numbered(range(10)))
         one.commit(version + 10, {}, {}, {})
     one.close()
@@ -141,7 +141,7 @@ def test_more_than_the_disk_has_is_refused_before_anything_is_made(tmp_path):
 def test_room_that_is_set_aside_is_there_at_once(path):
     one = opening.create(path, (column(width=1000),), 40_000, 50_000, reserve=True)
     assert disk(path) >= 50_000 * 1008
-    assert one.table.room < 50_000  # memory comes with the rows all the same
+    assert one.table.room < 50_000  # the table still grows with the rows
 
 
 def test_room_is_not_set_aside_where_the_system_cannot(path, monkeypatch):
@@ -194,7 +194,7 @@ def test_a_file_that_was_put_in_the_place_of_another_is_not_written_to(path, mon
 
 
 def test_a_copy_of_a_buffer_of_many_slots(tmp_path):
-    """Saving to another path and loading restores the written rows; older rows there go."""
+    """Loading a copy restores its rows; a second save to its path removes rows of the first."""
     buffer = jrb.ReplayBuffer(10**8, batch_size=4, storage=jrb.MemmapStorage())
     for count in (100, 30):
         state = buffer.extend(buffer.init({"x": np.uint8(0)}), {"x": np.full(count, 7, np.uint8)})

@@ -34,7 +34,7 @@ sys.stdin.read() if sys.argv[1] == "live" else os.kill(os.getpid(), signal.SIGKI
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The folder of temporary files."""
+    """Makes an empty folder the one for temporary files."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
@@ -64,7 +64,7 @@ def test_the_store_of_a_process_that_ended_is_gone(folder):
 def test_the_store_of_a_killed_process_goes_when_the_next_one_is_made(how, folder):
     process, path = started(how)
     with process:
-        assert process.wait() == -signal.SIGKILL  # a child that lives on has no part in the lock
+        assert process.wait() == -signal.SIGKILL  # a surviving child does not hold the lock
         assert os.listdir(folder) == [os.path.basename(path)]
         store = stored()
         assert os.listdir(folder) == [os.path.basename(store.path)]
@@ -94,7 +94,7 @@ def test_many_processes_may_clean_up_at_once(folder):
     for path in stale:
         opening.create(
             str(path), (Column.of("x", (), 10),), 10, 12, reserve=False
-        ).close()  # as when its process was killed
+        ).close()  # leaves the folder behind, as a killed process does
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: removal.discard_stale(str(folder), "jrb-temporary-"), range(16)))
     assert not [path for path in stale if path.exists()]

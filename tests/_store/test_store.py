@@ -34,7 +34,7 @@ def announced():
 
 
 def forged(path, change):
-    """A generation that says something else, with checksums that fit."""
+    """Writes a changed copy of the newest generation, with valid checksums."""
     folder = Folder(path)
     opened = generation.newest(folder)
     arrays = {name: opened.array(name, np.uint8).tobytes() for name in opened.arrays}
@@ -205,7 +205,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     assert os.listdir(tmp_path) == ["thesis.tex"]
     faults.BEFORE(str(tmp_path / "mine"))
     (tmp_path / "mine" / "manifest.json").write_text("{}")
-    faults.BEFORE(str(tmp_path / "mine"))  # other files may come to lie beside a checkpoint
+    faults.BEFORE(str(tmp_path / "mine"))  # other files may be beside a checkpoint
     assert (tmp_path / "mine" / "manifest.json").read_text() == "{}"
     (tmp_path / "other" / "rows").mkdir(parents=True)
     with pytest.raises(ValueError, match="rows"):
@@ -315,7 +315,7 @@ def test_a_damaged_number_is_no_loss_without_a_word(path):
         file.write(b"\x40")
     with pytest.raises(DamagedError, match="numbers"):
         faults.reopen(path)
-    faults.SAVES["incremental"](path)  # which writes all of it anew
+    faults.SAVES["incremental"](path)  # rewrites all rows
     assert faults.SAVES["incremental"].is_at(path)
 
 
@@ -407,12 +407,12 @@ def test_a_copy_of_a_folder_is_another_store(path, tmp_path):
     assert faults.content(faults.opened(path)) == 21
 
 
-# The places of slots, as runs.
+# Places of slots, as runs.
 
 
 @st.composite
 def lying(draw):
-    """Places of some slots among P, round a ring or in any order, some never written; and P."""
+    """Draws the places of slots, in ring or random order, some never written; and the room."""
     room = draw(st.integers(1, 12))
     count = draw(st.integers(1, room))
     order = draw(st.permutations(range(room)))
@@ -424,7 +424,7 @@ def lying(draw):
 
 @pytest.fixture(params=[0, 64], scope="module")
 def few(request):
-    """Runs that are gone through one by one, in pieces of three: none of them, or all."""
+    """Handles runs in one NumPy call (0) or in a loop with pieces of three (64)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(places, "_FEW", request.param)
         patch.setattr(places, "_PIECE", 3)
@@ -455,9 +455,9 @@ def test_named_places_are_those_of_slots(where):
     assert known.slots_at().tolist() == [slots.get(place, -1) for place in range(room)]
 
 
-# Writes wait for draws that are under way.
+# Writes wait for running draws.
 
-AT_MOST = 60  # seconds, where what is waited for never comes
+AT_MOST = 60  # seconds until a wait that does not end fails the test
 
 
 @pytest.fixture
@@ -466,7 +466,7 @@ def patient(monkeypatch):
 
 
 class Watched:
-    """A lock that tells when somebody waits for it."""
+    """A lock with an event that is set when a thread waits for it."""
 
     def __init__(self, lock):
         self.lock, self.is_waited_for = lock, threading.Event()
@@ -478,7 +478,7 @@ class Watched:
 
 
 def waiting(one):
-    """A thread that waits at the gate until this one has left."""
+    """Starts and returns a thread that waits at the gate until the caller has left."""
     ((number, lock),) = one.inside.items()
     one.inside[number] = watched = Watched(lock)
     thread = threading.Thread(target=one.wait, daemon=True)
@@ -521,7 +521,7 @@ def test_nobody_waits_for_oneself():
 def test_a_draw_that_never_ends_is_not_waited_for_twice(monkeypatch):
     one = Gate()
     monkeypatch.setattr(threads, "PATIENCE", 0.01)
-    one.inside[-1] = threads.taken_lock()  # of a thread that an interrupt has thrown out
+    one.inside[-1] = threads.taken_lock()  # as if an interrupt ended a thread in the gate
     one.wait()
     assert not one.inside
     monkeypatch.setattr(threads, "PATIENCE", AT_MOST)

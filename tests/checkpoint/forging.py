@@ -1,4 +1,4 @@
-"""Metadata of checkpoints, changed by somebody who knows the format: checksums are right."""
+"""Forged metadata of checkpoints: changed values with correct checksums."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ VALUES = [
     *("", "3", "\0", "../x", "uint7", "float64", [], [[]], [1, 2, 3], ["x", "y"], {}, {"x": 1}),
     *({"part": "os:path", "fields": {}}, {"tuple": 3}, {"named": []}, {"leaf": ["float32", [-1]]}),
 ]
-"""What a value is changed to."""
+"""Replacements for a value."""
 
 
 def places(node, where=()):
@@ -24,7 +24,7 @@ def places(node, where=()):
 
 
 def mutants(tree, rng, count):
-    """Some changes of a tree: another value, none, or the value nested once more."""
+    """Yields changed copies of a tree: one value replaced, removed, nested or enlarged."""
     every = list(places(tree))
     for _ in range(count):
         copy = json.loads(json.dumps(tree))
@@ -44,14 +44,14 @@ def mutants(tree, rng, count):
 
 
 def parsed(data):
-    """The head, the body and the rest of the file of a generation."""
+    """Returns the head, the body and the remaining bytes of a generation's file."""
     first, rest = data.split(b"\n", 1)
     head = json.loads(first)
     return head, json.loads(rest[: head["size"]]), rest[head["size"] :]
 
 
 def packed(head, body, rest):
-    """The file, its head with the length and the checksum of the body."""
+    """Returns a generation's file, with the body's length and checksum in the head."""
     text = json.dumps(body).encode() + b"\n"
     whole = {"size": len(text), "sum": zlib.crc32(text)}
     head = {**head, **whole} if isinstance(head, dict) else head
@@ -74,11 +74,11 @@ def forge_h5(path, about=None, attributes=None):
 
 
 def seal_h5(path):
-    """Gives a file a right checksum; HDF5 has cut the old one off."""
+    """Appends a correct checksum; HDF5 has truncated the old one."""
     data = path.read_bytes()
     path.write_bytes(data + struct.pack("<8sIQ", b"jrb-crc1", zlib.crc32(data), len(data)))
 
 
 def generation_at(path):
-    """The file of the newest generation of a folder."""
+    """Returns the path of the newest generation's file in a folder."""
     return path / max(p.name for p in path.glob("generation-*"))

@@ -22,7 +22,7 @@ EXAMPLE = {
 
 
 def rows(count, wide):
-    """Rows `[count, 2, ...]` of other numbers, in 64 bits or in 32."""
+    """Returns rows `[count, 2, ...]` with 64-bit leaves if `wide`, otherwise 32-bit ones."""
     rng, every = np.random.default_rng(3), {}
     for name in ("observation", "after"):
         every[name] = rng.integers(-99, 99, (count, 2, 2)).astype(
@@ -51,7 +51,7 @@ PARTS = {
 
 
 def pair(parts, count=6):
-    """A description, and its states in 64 and in 32 bits after the same calls."""
+    """Returns a buffer and its states in 64 and in 32 bits after the same calls."""
     buffer, states = jrb.ReplayBuffer(10, 2, batch_size=4, **parts), []
     for wide in (True, False):
         with authoring.enable_x64() if wide else jax.disable_jit(False):

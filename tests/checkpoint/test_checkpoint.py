@@ -34,12 +34,12 @@ TED = {
     },
 }
 
-# Older states are compared with newer ones, so that none may be donated.
+# Tests reuse older states, so they do not donate them, which warns.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.CopyWarning")]
 
 
 class Named(collections.namedtuple("Named", ["observation", "done"])):
-    """Items of a class that the program defines."""
+    """An item class that the program defines."""
 
 
 @chex.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Classed:
 
 
 def filled(rows=20, envs=3, example=TED, **parts):
-    """A buffer that has been wrapped, with what its sampler and unit remember."""
+    """Returns a buffer and its state after writes, a draw and, if prioritized, new priorities."""
     parts = {"capacity": 8 * (envs or 1), "num_envs": envs, "batch_size": 4, **parts}
     buffer = jrb.ReplayBuffer(**parts)
     lead = (rows,) if envs is None else (rows, envs)
@@ -391,7 +391,7 @@ def test_another_state_is_not_taken_for_the_one_before(tmp_path):
 
 
 def hold_threads(go):
-    """A hook that lets other threads than this one name no file before an event."""
+    """Returns a hook that blocks renames by other threads until an event is set."""
 
     def hold(operation, *rest):
         if operation == "replace" and threading.current_thread() is not threading.main_thread():
@@ -418,7 +418,7 @@ def test_a_background_save_holds_what_the_state_was(tmp_path):
         save.wait()
     assert_same(jrb.load(tmp_path)[1], kept)
     checkpoint.save_async(tmp_path, buffer, state)
-    assert_same(jrb.load(tmp_path)[1], state)  # which waits
+    assert_same(jrb.load(tmp_path)[1], state)  # waits for the save
 
 
 def test_what_goes_wrong_in_the_background_comes_out_at_the_next_call(tmp_path):
@@ -486,7 +486,7 @@ def contents(buffer, state):
 
 
 def numbered(rows, envs, capacity, **parts):
-    """Actions that say when and where: 100 * environment + time."""
+    """Returns a buffer and a state whose actions are 100 * environment + time."""
     buffer = jrb.ReplayBuffer(capacity, num_envs=envs, batch_size=8, **parts)
     time, env = np.meshgrid(np.arange(rows), np.arange(envs), indexing="ij")
     items = {
@@ -688,7 +688,7 @@ def test_an_h5_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
         jrb.save(path, buffer, buffer.empty(state), layout="h5")
     assert_same(jrb.load(path)[1], state)
     assert os.listdir(tmp_path) == ["file.h5"]
-    with open(tmp_path / ".file.h5.jrb-new", "w") as file:  # as another process that saves there
+    with open(tmp_path / ".file.h5.jrb-new", "w") as file:  # as if another process saved there
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(checkpoint.LockedError):
             jrb.save(path, buffer, state, layout="h5")
@@ -705,7 +705,7 @@ def test_a_killed_h5_save_leaves_a_file_that_the_next_one_takes_over(tmp_path):
 
 
 def forged(path, change):
-    """A generation that says something else, with checksums that fit."""
+    """Changes the newest generation's metadata, with valid checksums."""
     file = forging.generation_at(path)
     head, body, rest = forging.parsed(file.read_bytes())
     change(body["meta"])
@@ -922,7 +922,7 @@ def test_older_generations_of_a_mix_stay_as_long_as_asked(tmp_path):
     one = jrb.ReplayBuffer(8, storage=jrb.DeviceStorage())
     mix = jrb.Mix((one, dataclasses.replace(one, capacity=4)), (0.5, 0.5), batch_size=4)
     states = mix.init({"x": jnp.zeros(2)})
-    jrb.save(tmp_path, one, states[0])  # a single buffer was there before
+    jrb.save(tmp_path, one, states[0])  # the path held a single buffer before
     for number in range(5):
         rows = {"x": jnp.full((2, 2), float(number))}
         states = tuple(b.extend(s, rows) for b, s in zip(mix.buffers, states, strict=True))
@@ -964,7 +964,7 @@ def test_a_disk_that_fails_under_hdf5_leaves_the_file_that_was_there(compression
     save = lambda: jrb.save(path, buffer, buffer.empty(state), layout="h5", compression=compression)
     with seams.hooked(strike):
         save()
-        total = len(seen) - 1  # but the folder's sync, after the file has its name
+        total = len(seen) - 1  # without the sync of the folder, after the rename
         jrb.save(path, buffer, state, layout="h5")
         for fatal[0] in range(1, total + 1):
             seen.clear()

@@ -27,7 +27,7 @@ STORAGES = {
 
 
 def made(path, storage="memmap", rows=9):
-    """A buffer with something in it, and its state."""
+    """Returns a buffer and a state with items and priorities."""
     buffer = jrb.ReplayBuffer(
         capacity=12,
         num_envs=2,
@@ -53,10 +53,10 @@ def test_a_load_gives_what_was_committed(storage, tmp_path):
     same(again.sample(restored, KEY), expected)
     assert checkpoint.verify(path) == []
     jrb.save(path, buffer, later)
-    same(again.sample(restored, KEY), expected)  # as long as it is open
+    same(again.sample(restored, KEY), expected)  # an open state keeps reading its commit
     buffer, state = jrb.load(path, buffer=buffer)
     same(buffer.sample(state, KEY), buffer.sample(later, KEY))
-    state = buffer.extend(state, steps(3, 2, 2))  # takes over from the other in this process
+    state = buffer.extend(state, steps(3, 2, 2))  # takes over the store from `later`
     with pytest.raises(jrb.StaleError):
         buffer.sample(later, KEY)
     with pytest.raises(jrb.StaleError):
@@ -103,7 +103,7 @@ def test_another_path_is_a_checkpoint_like_any_other(storage, tmp_path):
     jrb.checkpoint.save_async(other, buffer, state, keep=1).wait()
     assert len(checkpoint.generations(other)) == 2
     again, restored = jrb.load(other)
-    assert again.storage.path is None  # the store itself may still be in use
+    assert again.storage.path is None  # not the store's path, which may be in use
     same(again.sample(restored, KEY), buffer.sample(state, KEY))
     with pytest.raises(jrb.StaleError):
         jrb.save(other, buffer, expected)
@@ -165,7 +165,7 @@ def test_nothing_was_saved_yet(tmp_path):
         buffer.init({"x": 0.0})
     del state
     gc.collect()
-    state = buffer.init({"y": 0})  # nothing is lost
+    state = buffer.init({"y": 0})  # allowed, as nothing was saved
     jrb.save(tmp_path / "store", buffer, state)
     del state
     gc.collect()
@@ -196,7 +196,7 @@ def test_what_cannot_be(tmp_path):
 )
 def test_what_was_promised_but_overwritten_is_told_and_left_out(storage, unit, tmp_path):
     path, example = tmp_path / "store", {"next": {"reward": jnp.zeros(()), "done": False}}
-    example["frame"] = jnp.zeros(2**17)  # so that there is less room beside the ring
+    example["frame"] = jnp.zeros(2**17)  # large rows leave fewer spare places
     buffer = jrb.ReplayBuffer(
         64, num_envs=2, batch_size=64, sampler=jrb.Prioritized(), unit=unit, storage=storage(path)
     )
@@ -210,7 +210,7 @@ def test_what_was_promised_but_overwritten_is_told_and_left_out(storage, unit, t
     state = buffer.extend(buffer.init(example), rows(0, 40))
     state = buffer.update_priority(state, jnp.arange(64), jnp.arange(64.0))
     jrb.save(path, buffer, state)
-    state = buffer.extend(state, rows(40, 20))  # more than there is room for
+    state = buffer.extend(state, rows(40, 20))  # more rows than there are spare places
     del state
     gc.collect()
     with pytest.warns(jrb.LostWarning, match="the oldest ones"):

@@ -142,7 +142,7 @@ def test_a_checkpoint_tells_its_facts_without_its_rows(tmp_path):
         state, {"x": jnp.ones((7, 2, 64)), "next": {"done": jnp.zeros((7, 2), bool)}}
     )
     jrb.save(tmp_path, buffer, state, extra={"step": 5})
-    os.remove(tmp_path / "rows" / "storage" / "x.bin")  # which is not looked at
+    os.remove(tmp_path / "rows" / "storage" / "x.bin")  # `metadata` does not read rows
     facts = checkpoint.metadata(tmp_path)
     json.dumps(facts)
     assert (facts["capacity"], facts["num_envs"]) == (200_000, 2)
@@ -162,7 +162,7 @@ def test_a_checkpoint_tells_its_facts_without_its_rows(tmp_path):
         checkpoint.metadata(tmp_path, generation=9)
 
 
-# Killed again and again.
+# Runs that are killed repeatedly.
 
 RUN = """
 import os, random, signal, sys

@@ -1,4 +1,4 @@
-"""Changed metadata with correct checksums is refused by name, or loads what was saved."""
+"""Changed metadata with correct checksums: errors name the file, or the saved state loads."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ EXTRA = {"a": jnp.ones(3), "n": 4}
 
 
 def save(kind, path):
-    """Saves something of a kind; its description and state."""
+    """Saves a state of this kind; returns its buffer and the state."""
     buffer, state, options = BUFFER, STATE, {}
     if kind == "native":
         options = {"extra": EXTRA}
@@ -72,7 +72,7 @@ def content(buffer, state):
 
 
 def calls(kind, path, held):
-    """Returns the calls that a user makes on a path, by name."""
+    """Yields the calls that a user makes on a path."""
 
     def load():
         buffer, state, *_ = checkpoint.load(path, **OPTIONS.get(kind, {}))
@@ -92,12 +92,12 @@ def calls(kind, path, held):
 
 
 def check(kind, path, held, what):
-    """Raises unless all calls give what was saved, or say of which file what is wrong."""
+    """Asserts that each call returns the saved content or raises an error that names the file."""
     for call in calls(kind, path, held):
         try:
             call()
         except (FileNotFoundError, ValueError) as error:
-            known = (str(path), "decode: leaf", "Name the right one")  # by hook, and by keys
+            known = (str(path), "decode: leaf", "Name the right one")  # errors without a path
             if not any(words in str(error) for words in known):
                 raise AssertionError(what) from error
         except AssertionError as error:
@@ -181,7 +181,7 @@ def test_what_is_no_checkpoint_of_ours_is_not_called_damaged(tmp_path):
         assert "not a jrb checkpoint" in checkpoint.verify(tmp_path / name)[0]
 
 
-LONG = {"shape": (1 << 40,), "chunks": (64,)}  # of which no byte is in the file
+LONG = {"shape": (1 << 40,), "chunks": (64,)}  # none of its bytes are in the file
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def changed(path, change):
 
 
 def set_to(*where, value):
-    """A change: another value at a path, `...` for none."""
+    """Returns a change that sets the value at a path, or deletes it if the value is `...`."""
 
     def change(node):
         for key in where[:-1]:

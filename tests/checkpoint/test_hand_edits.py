@@ -1,4 +1,4 @@
-"""Items that a program changes outside the methods: the next save to the same path writes them."""
+"""Items changed without a buffer method: the next save to the same path writes them."""
 
 import functools
 
@@ -29,7 +29,7 @@ EXAMPLE = {
 
 
 def items():
-    """N of them, most of which differ."""
+    """Returns N items, most of which differ."""
     number = lambda leaf: np.arange(N).reshape(N, *[1] * leaf.ndim) % 7
     some = lambda leaf: jnp.asarray(number(leaf) + np.zeros(leaf.shape), leaf.dtype)
     found = {name: some(leaf) for name, leaf in EXAMPLE.items() if name != "key"}
@@ -37,13 +37,13 @@ def items():
 
 
 def filled():
-    """A full ring."""
+    """Returns a full buffer and its state."""
     buffer = jrb.ReplayBuffer(N, batch_size=4)
     return buffer, buffer.extend(buffer.init(EXAMPLE), items())
 
 
 def other(leaf, row):
-    """An array with another value in one element, or another key, of one row."""
+    """Returns the array with one element, or the key, of one row changed."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf.at[row].set(jax.random.key(99))
     if leaf.ndim == 1:
@@ -54,7 +54,7 @@ def other(leaf, row):
 
 
 def edited(state, row):
-    """A state of which each array of items is another in this row."""
+    """Returns the state with this row changed in every array of items."""
     arrays = jax.tree.map(functools.partial(other, row=row), state.storage)
     return state.replace(storage=arrays)
 
@@ -86,7 +86,7 @@ def test_each_kind_of_leaf_is_looked_at_on_its_device(name, tmp_path, monkeypatc
     state = buffer.extend(buffer.init({"x": leaf[0]}), {"x": leaf})
     jrb.save(tmp_path, buffer, state)
     after = edited(state, 50)
-    if name == "places":  # of the numbers within a row
+    if name == "places":  # only the order of values within the row changes
         change = lambda leaf: leaf.at[50].set(leaf[50, ::-1])
         after = state.replace(storage=jax.tree.map(change, state.storage))
     few = bytes_written(lambda: jrb.save(tmp_path, buffer, after))

@@ -16,11 +16,11 @@ from tests.seams import bytes_written
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.CopyWarning")]
 
-WIDTH = 4096  # bytes of a row that was compressed; the rest of it is zeros
+WIDTH = 4096  # bytes of a compressed row, padded with zeros
 
 
 def compressed(leaf):
-    """Rows of any dtype, each compressed for itself, uint8 `[K, WIDTH]`."""
+    """Returns rows of any dtype, each compressed on its own, uint8 `[K, WIDTH]`."""
     found = np.zeros((len(leaf), WIDTH), np.uint8)
     for row, one in zip(found, leaf, strict=True):
         data = zlib.compress(one.tobytes())
@@ -29,7 +29,7 @@ def compressed(leaf):
 
 
 def expanded(rows, like):
-    """The rows that were compressed, of the shape and dtype of an item's leaf."""
+    """Returns the decompressed rows in the shape and dtype of an item's leaf."""
     found = [zlib.decompressobj().decompress(row.tobytes()) for row in rows]
     return np.frombuffer(b"".join(found), like.dtype).reshape(len(rows), *like.shape)
 
@@ -51,7 +51,7 @@ def raw(leaf):
 
 
 def negated(items):
-    """Far from zero where items are zero."""
+    """Inverts the bits of the observations, so that zeros are saved as nonzero bytes."""
     return {**items, "observation": ~items["observation"].view(np.uint8)}
 
 
@@ -345,7 +345,7 @@ def test_a_function_that_has_to_be_there_is_named(tmp_path):
         jrb.load(tmp_path / "x.h5", items=jrb.items(buffer, state))
 
 
-# Without items.
+# Saves without items.
 
 
 @pytest.mark.parametrize("name", [name for name in BUFFERS if name != "once"])

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that are of another save: backups, swapped, doubled, foreign folders."""
+"""Checkpoints with a part of another save: backup, swapped, duplicated or foreign folders."""
 
 import re
 import shutil
@@ -14,12 +14,12 @@ BUFFER = jrb.ReplayBuffer(4, 1, batch_size=2)
 
 
 def state_of(number):
-    """A state whose items all hold a number."""
+    """Returns a state whose items all hold this number."""
     return BUFFER.extend(BUFFER.init({"x": jnp.float32(0)}), {"x": jnp.full((3, 1), number)})
 
 
 def whole(kind, numbers):
-    """A description and a state of several buffers that hold these numbers, and their names."""
+    """Returns several buffers, their states with these numbers, and the parts' names."""
     states = [state_of(jnp.float32(number)) for number in numbers]
     if kind == "mix":
         return jrb.Mix((BUFFER,) * 3, (0.4, 0.3, 0.3), 4), tuple(states), ["0", "1", "2"]
@@ -37,7 +37,7 @@ def whole(kind, numbers):
 
 
 def backup(path, other):
-    """The folder of the last part is that of an older save with as many generations."""
+    """Replaces a part's folder by that of another save with as many generations."""
     shutil.rmtree(path)
     shutil.copytree(other, path)
 

@@ -17,7 +17,7 @@ from tests._store import faults
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 ROOT = os.path.dirname(jrb.__file__)
-STEP = 993  # lines, and each storage begins a third of that further: others meet what lies between
+STEP = 993  # lines; storages start a third of it apart, so that interrupts cover more lines
 STORAGES = {
     "device": lambda path: jrb.DeviceStorage(),
     "memmap": lambda path: jrb.MemmapStorage(path),

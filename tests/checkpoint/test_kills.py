@@ -1,4 +1,4 @@
-"""A save that is killed, or fails, at every operation on a file: the old state or the new one."""
+"""Saves that are killed or fail at any file operation leave the old state or the new one."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ LIST = jrb.ReplayBuffer(6, batch_size=2, storage=jrb.ListStorage())
 
 
 def arrays(seed):
-    """A state of a buffer of arrays, and a later one."""
+    """Returns a state of a buffer of arrays, and a later one."""
     rows = lambda n, seed: {"observation": jnp.arange(4.0 * n).reshape(n, 4) + 100 * seed}
     state = BUFFER.extend(BUFFER.init({"observation": jnp.zeros(4)}), rows(5, seed))
     return state, BUFFER.extend(state, rows(3, seed + 10))
@@ -31,12 +31,12 @@ def words(seed):
     """Returns a state of a buffer of objects, and a later one."""
     row = lambda n: [{"text": f"{seed} {one}" * one, "x": np.arange(one)} for one in range(n)]
     state = LIST.extend(LIST.init(None), row(5))
-    before = LIST.extend(LIST.init(None), row(5))  # states share their objects
+    before = LIST.extend(LIST.init(None), row(5))  # a second state: states share objects
     return before, LIST.extend(state, row(3))
 
 
 def told(buffer, state):
-    """All that is in some states."""
+    """Returns the contents of a state or of several states, to be compared."""
     if isinstance(buffer, dict):
         return {name: told(part, state[name]) for name, part in buffer.items()}
     rest = jax.tree.leaves(state.replace(storage=None))
@@ -61,20 +61,20 @@ CASES = {name: rest for name, *rest in cases()}
 
 
 def found(path, buffer, states, back):
-    """Returns the number of the saved state; asserts that nothing else is in the folder."""
+    """Returns the index of the saved state; asserts that the folder verifies and is equal to it."""
     assert checkpoint.verify(path) == []
     for number, state in enumerate(states):
         try:
             _, there, extra = jrb.load(path, extra={"step": 0}, **back(state))
         except ValueError:
-            continue  # these are the items of the other, whose load must work then
+            continue  # these items belong to the other state, which must load
         if extra == {"step": number}:
             assert told(buffer, there) == told(buffer, state)
             return number
     raise AssertionError(path)
 
 
-KILLED = [(name, name in ("encode", "several")) for name in CASES]  # some of them in a thread
+KILLED = [(name, name in ("encode", "several")) for name in CASES]  # True: saved in the background
 
 
 @pytest.mark.parametrize(("name", "background"), KILLED)
@@ -115,11 +115,11 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_old_or_the_new(name, tmp_
         with seams.hooked(strike), contextlib.suppress(OSError):
             jrb.save(path, buffer, new, extra={"step": 1}, **out)
         over = left[0] >= 0
-        assert found(path, buffer, (old, new), back) in (1,) if over else (0, 1)
+        assert found(path, buffer, (old, new), back) in ((1,) if over else (0, 1))
         jrb.save(path, buffer, new, extra={"step": 1}, **out)
         assert found(path, buffer, (old, new), back) == 1
         assert len(checkpoint.generations(path)) == 1
         shutil.rmtree(path)
-        number += {"several": 7, "list": 2}.get(name, 5)  # as they do nearly the same
+        number += {"several": 7, "list": 2}.get(name, 5)  # operations nearby do nearly the same
     assert number > 4
     assert not os.listdir(tmp_path)

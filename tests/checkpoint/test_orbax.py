@@ -28,7 +28,7 @@ ITEM = {"x": jnp.zeros(4), "key": jax.random.key(0)}
 
 
 def filled(rows=400, start=0):
-    """A state in which every row tells how it came there."""
+    """Returns a state whose rows hold distinct numbers and keys."""
     state = BUFFER.init(ITEM)
     number = start + jnp.arange(rows * 2, dtype=jnp.float32).reshape(rows, 2)
     keys = jax.random.split(jax.random.key(start), (rows, 2))
@@ -108,7 +108,7 @@ def test_another_program_restores_without_a_description(tmp_path):
         buffer, back = manager.restore(0, args=restore_args()).buffer
         assert buffer == BUFFER
         assert_same(back, state)
-        _, back = manager.restore(0).buffer  # all items, without arguments
+        _, back = manager.restore(0).buffer  # without arguments, all items are restored
         assert_same(back, state)
         assert manager.item_metadata(0).buffer is None
 
@@ -202,7 +202,7 @@ def test_a_device_is_kept_to(tmp_path):
 
 
 def test_what_cannot_be_saved_is_refused_before_orbax_begins(monkeypatch):
-    """Threads for the other items would wait for a save that is refused later."""
+    """A later refusal would leave the threads of the other items waiting."""
     other = jrb.ReplayBuffer(capacity=4).init(ITEM)
     with pytest.raises(ValueError, match="save"):
         save_args(other)

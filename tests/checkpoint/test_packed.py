@@ -1,4 +1,4 @@
-"""Leaves of packed arrays, as bytes of rows, wherever their array is."""
+"""Checkpoints of leaves that are packed in one array."""
 
 import dataclasses
 import re
@@ -24,7 +24,7 @@ LAYOUTS = list(UNITS)
 
 
 def apart(path, other):
-    """A checkpoint like one at a path, but that every leaf has a file of its own."""
+    """Copies a checkpoint so that every leaf has a file of its own."""
     store = opening.store_of(manifest.open_generation(path))
     opened = generation.newest(store.folder)
     slots, leaves = np.arange(store.slots), opened.leaves.values()

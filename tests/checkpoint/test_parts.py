@@ -22,7 +22,7 @@ OTHER, OWN = filled(**BUFFERS["prioritized"])
 
 
 def grown(state):
-    """A later state."""
+    """Returns the state with an incremented edit count."""
     return state.replace(edits=state.edits + jnp.uint32(1))
 
 
@@ -84,7 +84,7 @@ def test_any_name_is_safe(tmp_path):
         assert_same(back, states)
     assert checkpoint.verify(path) == []
     assert os.listdir(tmp_path) == ["inside"]
-    jrb.save(path, buffer, state)  # the folder of a single one again
+    jrb.save(path, buffer, state)  # a single buffer replaces the parts
     assert_same(jrb.load(path)[1], state)
     for names in (["a", "A"], ["x" * 201]):
         with pytest.raises(ValueError, match="Rename it"):

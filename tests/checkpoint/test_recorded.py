@@ -15,12 +15,12 @@ EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 
 
 def restored(items):
-    """The inverse of the function by which `encoded` was written."""
+    """Inverts the function that encoded the checkpoint `encoded`."""
     return {**items, "observation": items["observation"].astype(np.float32)}
 
 
 def kept_items():
-    """The items that `without_items` was saved without, in their structure."""
+    """Returns the items of `without_items`, which that checkpoint does not hold."""
     leaves = EXPECTED["trajectories.h5"]["leaves"]
     action, done, next_observation, reward, terminated, truncated, observation = (
         np.asarray(values, dtype) for dtype, values in leaves.values()
@@ -36,7 +36,7 @@ def kept_items():
 
 
 def check(buffer, state, expected):
-    """The items are those that were saved, and the next draw is the one that followed."""
+    """Asserts that the items and the next sample equal the recorded ones."""
     items = jax.tree.leaves(jrb.items(buffer, state))
     for leaf, (dtype, values) in zip(items, expected["leaves"].values(), strict=True):
         if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -75,7 +75,7 @@ def test_a_recorded_checkpoint_loads(name, tmp_path):
 
 
 def test_recorded_objects_are_refused():
-    """They were in a format of jrb's own, which is gone."""
+    """Objects were saved in a format that jrb no longer reads."""
     with pytest.raises(ValueError, match="Load them with that version"):
         jrb.load(FOLDER / "objects")
 

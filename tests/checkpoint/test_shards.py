@@ -78,7 +78,7 @@ def test_what_was_saved_on_some_devices_goes_on_bit_for_bit_on_others(devices, t
     assert checkpoint.verify(tmp_path / "set") == []
     told = checkpoint.metadata(tmp_path / "set")
     assert (told["kind"], list(told["parts"])) == ("sharded", ["0", "1", "2", "3"])
-    part, one = jrb.load(tmp_path / "set" / "2")  # an ordinary checkpoint
+    part, one = jrb.load(tmp_path / "set" / "2")  # each part is an ordinary checkpoint
     assert part == sharded.part
     assert_same(one, jax.tree.map(lambda leaf: np.asarray(leaf)[2], state))
 
@@ -171,8 +171,8 @@ def test_shards_that_are_missing_or_damaged_are_named(tmp_path):
         jrb.save(tmp_path, sharded, BUFFER.init(EXAMPLE))
 
 
-# Several processes, which are threads here; each has some of the shards, and works when no other
-# does, so that what lies on the disk may be copied at any moment.
+# Simulated processes: each is a thread that holds some of the shards. Only one runs at a time, so
+# that the files can be copied at any operation.
 
 
 class Board:
@@ -195,7 +195,7 @@ class Board:
 
 
 class Process(saving.ProcessGroup):
-    """A simulated process, which runs only while no other does."""
+    """A simulated process that runs only while no other one does."""
 
     board: Board
 
@@ -208,7 +208,7 @@ class Process(saving.ProcessGroup):
 
 
 def saved_by(count, path, sharded, state, monkeypatch, **options):
-    """A save by so many processes; what each of them raised, or its generation."""
+    """Saves from `count` simulated processes; returns the generation or the error of each."""
     board, local = Board(count), threading.local()
     whole = jrb.Sharded.split
 
@@ -336,7 +336,7 @@ def test_one_that_fails_before_it_writes_says_so_to_the_others():
     assert "save: process 0 of 2 failed: ValueError('no such leaf')" in sorted(told)[1]
 
 
-# A state under vmap that lies on several devices, as a plain buffer on each has it.
+# Arrays on several devices, and options of older descriptions.
 
 
 @pytest.mark.whole

@@ -1,4 +1,4 @@
-"""A save reads what it writes from the state only once."""
+"""Saves check a state before they write anything, and accept states under two vmaps."""
 
 import jax
 import jax.numpy as jnp
