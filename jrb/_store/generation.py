@@ -7,9 +7,9 @@ after the other. The body has
 * `generation`, the number of the commit; `rows`, the number of the newest row;
 * `meta`, the metadata of the store's owner; None before the first commit;
 * `table`: `folder`, the generation that made the table; `slots`, N; `room`, the rows that its files
-  hold now; `most`, P, the rows up to which they grow (before version 4, `room` was P); `columns`,
+  hold now; `most`, P, the rows up to which they grow; `columns`,
   each with `block`, the rows of a block, and `leaves`, each with its `name`, its `kind`, and its
-  `width` in bytes (in version 2 a column had one leaf, whose fields were the column's);
+  `width` in bytes;
 * `arrays`: the `name`, `kind`, `size` in bytes, and `sum`, CRC-32, of each array. Names of the
   store's own arrays begin with a dot: the places of rows, and the checksums of blocks.
 
@@ -143,7 +143,7 @@ class Generation:
     def columns(self) -> tuple[Column, ...]:
         leaf_of = lambda one: Leaf(one["name"], tuple(map(str, one["kind"])), one["width"])
         return tuple(
-            Column(tuple(map(leaf_of, _leaves(entry))), entry["block"])
+            Column(tuple(map(leaf_of, entry["leaves"])), entry["block"])
             for entry in self.body["table"]["columns"]
         )
 
@@ -240,10 +240,11 @@ def _read(file: int, path: str) -> tuple[Body, int, str]:
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: expected a generation of a store, got {error!r}.") from error
     # The version comes first, as the body of a newer one may be anything.
-    if head["version"] > VERSION:
+    if head["version"] != VERSION:
+        age = "A newer" if head["version"] > VERSION else "An older"
         raise ValueError(
-            f"{path}: expected version {VERSION} or older, got version {head['version']}. A newer "
-            "jrb wrote this; install that one."
+            f"{path}: expected version {VERSION} of the format, got version {head['version']}. "
+            f"{age} jrb wrote this; install that one to read it."
         )
     text = os.pread(file, head["size"], len(first) + 1)
     if zlib.crc32(text) != head["sum"]:
@@ -257,11 +258,14 @@ def _read(file: int, path: str) -> tuple[Body, int, str]:
         # Values must have the right types, and the numbers must agree with each other.
         check_json(body, _BODY, "body")
         table, columns = body["table"], body["table"]["columns"]
-        leaves = [leaf for entry in columns for leaf in _leaves(entry)]
+        leaves = [leaf for entry in columns for leaf in entry["leaves"]]
         check_json(leaves, [_LEAF], "leaves")
-        if table["slots"] > table.setdefault("most", table["room"]):
+        if table["slots"] > table["most"]:
             raise ValueError("more slots than room")
-        if not all(map(_leaves, columns)) or len({entry["block"] for entry in columns}) > 1:
+        if (
+            not all(entry["leaves"] for entry in columns)
+            or len({entry["block"] for entry in columns}) > 1
+        ):
             raise ValueError("columns without leaves, or with blocks of different size")
         for entries in (leaves, body["arrays"]):
             if len({entry["name"] for entry in entries}) != len(entries):
@@ -344,13 +348,8 @@ _BODY = {
         "folder": NATURAL,
         "slots": NATURAL,
         "room": NATURAL,
-        "most?": NATURAL,
-        "columns": [{"block": range(1, 1 << 62), "leaves?": [_LEAF]}],
+        "most": NATURAL,
+        "columns": [{"block": range(1, 1 << 62), "leaves": [_LEAF]}],
     },
     "arrays": [_ENTRY | {"size": NATURAL, "sum": NATURAL}],
 }
-
-
-def _leaves(column: Body) -> Any:
-    """Returns the leaves of a column's entry; in version 2 the entry itself is the only leaf."""
-    return column.get("leaves", [column])

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import importlib
 import os
-import sys
 from collections.abc import Callable
 from types import EllipsisType, ModuleType
 from typing import Any, TypedDict, TypeVar, Unpack, overload
@@ -253,7 +252,7 @@ def save_async(
     Rows and arrays are copied to host memory before this returns: all of them in the first save to
     a path, later only those that changed. Afterwards the state may be donated. If the save fails,
     the next call of `save`, `save_async` or `load` with this path raises, and so does `wait`. A
-    program waits for its saves before it ends, and exits with status 120 if one has failed without
+    program waits for its saves before it ends, and prints the error of one that has failed without
     a call of `wait`. A commit of a storage on the host to its own path is over when this returns.
 
     Args:
@@ -277,8 +276,8 @@ def save_async(
     copied = saving.extra_data(extra, copy=True)
     save = _running[os.path.realpath(path)] = Save(keep)
     save._begin(path, saved, copied, out)
-    atexit.unregister(_report)
-    atexit.register(_report)  # called before the finalizers that close the files of the save
+    atexit.unregister(_wait_for_all)
+    atexit.register(_wait_for_all)  # called before the finalizers that close the files of the save
     return save
 
 
@@ -297,34 +296,9 @@ def settle(path: str) -> None:
         raise error
 
 
-class _FailingOutput:
-    """Takes the place of `sys.stdout` when the program ends, so that a failed save is an error.
-
-    There is only one way to change the status of a program whose main module has ended: Python sets
-    it to 120 if the standard output cannot be flushed, and shows the exception. An exception in a
-    function of `atexit` is shown too, but leaves the status 0; `os._exit` would skip the other
-    functions that are called when the program ends.
-    """
-
-    def __init__(self, output: Any, error: BaseException) -> None:
-        self._output, self._error = output, error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._output, name)
-
-    def __repr__(self) -> str:
-        return "a save in the background that failed"
-
-    def flush(self) -> None:
-        if self._output is not None:
-            self._output.flush()
-        if sys.is_finalizing():  # after all functions of `atexit`, which may flush it too
-            raise self._error
-
-
 @atexit.register
-def _report() -> None:
-    """Waits for all saves; an error that `wait` did not raise sets the status of the program."""
+def _wait_for_all() -> None:
+    """Waits for all saves; raises errors that `wait` did not raise, which Python then prints."""
     errors: list[BaseException] = []
     for save in list(_running.values()):
         try:
@@ -334,8 +308,7 @@ def _report() -> None:
         except BaseException as error:  # an interrupt: the program ends before the save
             errors.append(error)
     if errors:
-        error = errors[0] if len(errors) == 1 else BaseExceptionGroup("saves failed", errors)
-        sys.stdout = _FailingOutput(sys.stdout, error)
+        raise errors[0] if len(errors) == 1 else BaseExceptionGroup("saves failed", errors)
 
 
 # Loading.

@@ -158,7 +158,6 @@ def decode(node: Json, where: str = "buffer") -> Any:
             "its module first, or pass load(path, buffer=...)."
         )
     fields = {key: decode(part, f"{where}.{key}") for key, part in node["fields"].items()}
-    # Old names were replaced by `upgraded`, so a difference is not a known renaming.
     if fields.keys() != {field.name for field in dataclasses.fields(cls)}:
         raise UnknownError(
             f"{where}: {node['part']} has other fields than it had when it was saved, "
@@ -196,12 +195,11 @@ def matched(path: str, saved: Json, given: Any, kind: type) -> Any:
     """
     if given is None:
         with read_from(path):
-            description = decode(upgraded(saved))
+            description = decode(with_defaults(saved))
             if not isinstance(description, kind):
                 raise ValueError(f"buffer: expected a {kind.__name__}, got {_short(saved)}")
             return description
-    # Old names are replaced first, so that a renamed option is no difference.
-    lines = _differences(binding(upgraded(saved)), binding(encode(given)), "buffer")
+    lines = _differences(binding(with_defaults(saved)), binding(encode(given)), "buffer")
     if lines:
         raise OtherError(
             f"load: {lines[0]}. Build the buffer as it was saved, leave buffer= out, or change "
@@ -253,68 +251,20 @@ def _differences(saved: Json, given: Json, where: str) -> list[str]:
     return [f"{where}: expected {_short(saved)} as it was saved, got {_short(given)}"]
 
 
-_RENAMED_PARTS = {"Immutable": "ReadOnly", "Lanes": "PerEnvironment", "UntilFull": "BlockWhenFull"}
-
-_RENAMED_OPTIONS: dict[str, dict[str, str]] = {
-    "DeviceStorage": {"once": "share_next_observations", "room": "terminal_capacity"},
-    "MemmapStorage": {"slack": "spare_fraction"},
-    "ReadOnly": {"of": "writer"},
-    "Sequence": {
-        "across": "cross_episodes",
-        "eta": "priority_max_weight",
-        "first": "first_only",
-        "over": "sample_by",
-        "period": "stride",
-        "short": "partial",
-    },
-    "SpillStorage": {"hot_capacity": "device_capacity", "slack": "spare_fraction"},
-}
-_RENAMED_OF_ANY_PART = {"counted": "count_draws"}
-_RENAMED_VALUES = {"sample_by": {"steps": "windows", "whole": "whole_episodes"}}
-
-_REMOVED: dict[str, dict[str, Json]] = {
-    "DeviceStorage": {"layout": ...},
-    "Hindsight": {"exact": ...},
-    "NStep": {"keep": {"tuple": []}},
-    "Prioritized": {"branching": ..., "priority_key": None},
-    "Sharded": {"exchange": False},
-}
-"""Removed options, with the value that did not change the state; `...` for any value."""
-
-
-def upgraded(node: Json) -> Json:
-    """Returns an encoded description with the names that parts and options have now.
-
-    Options that did not exist when the part was saved get their defaults. An option is renamed only
-    if the program's class lacks the old name and has the new one: users' classes keep their names.
-    """
+def with_defaults(node: Json) -> Json:
+    """Returns an encoded description in which options that its parts did not have are defaults."""
     if isinstance(node, list):
-        return [upgraded(entry) for entry in node]
+        return [with_defaults(entry) for entry in node]
     if not isinstance(node, dict):
         return node
     if "part" not in node:
-        return {key: upgraded(entry) for key, entry in node.items()}
-    cls = find_class(node["part"])
-    if cls is None or not pytree.is_component(cls):
-        return node
-    name, own = cls.__name__, {field.name: field for field in dataclasses.fields(cls)}
-    names: dict[str, str] = _RENAMED_OPTIONS.get(name, {}) | _RENAMED_OF_ANY_PART
-    removed, fields = _REMOVED.get(name, {}), {}
-    encoded: dict[str, Json] = node["fields"]
-    for old, value in encoded.items():
-        # A class that still has the old name is not ours, or has not been renamed.
-        new = names.get(old, old)
-        if old in own or new in own:
-            key = old if old in own else new
-            if isinstance(value, str):
-                value = _RENAMED_VALUES.get(key, {}).get(value, value)
-            fields[key] = upgraded(value)
-        elif old not in removed or removed[old] not in (value, ...):
-            fields[old] = value  # `decode` then raises: the part has no such option
-    for key, field in own.items():
-        if key not in fields and field.default is not dataclasses.MISSING:
-            fields[key] = encode(field.default)
-    return {"part": name_of(cls), "fields": fields}
+        return {key: with_defaults(entry) for key, entry in node.items()}
+    fields = {key: with_defaults(entry) for key, entry in node["fields"].items()}
+    cls: Any = find_class(node["part"])
+    for field in dataclasses.fields(cls) if pytree.is_component(cls) else ():
+        if field.name not in fields and field.default is not dataclasses.MISSING:
+            fields[field.name] = encode(field.default)
+    return {"part": node["part"], "fields": fields}
 
 
 def _short(node: Json) -> str:
@@ -333,18 +283,12 @@ def name_of(thing: PyTree) -> str:
 
 
 def find_class(name: str) -> type | None:
-    """Returns the class of this name, if its module is imported; None if there is none.
-
-    A part of jrb is also found if it was renamed, or moved to another module, since it was saved.
-    """
+    """Returns the class of this name, if its module is imported; None if there is none."""
     module, _, path = name.partition(":")
     # Never an import: a file could name any module.
     cls: Any = sys.modules.get(module)
     for part in path.split("."):
         cls = getattr(cls, part, None)
-    if cls is None and module.startswith("jrb."):
-        path = _RENAMED_PARTS.get(path, path)
-        cls = next((getattr(room, path) for room in OWN if hasattr(room, path)), None)
     return cls if isinstance(cls, type) else None
 
 

@@ -107,7 +107,7 @@ _FACTS = {
     "versions?": {...: str},
 }
 _META = {"kind?": str, "extra?": [str], "form?": _form, "facts?": _FACTS}
-_PARTS = {"parts": {...: lambda value: [NATURAL, str] if isinstance(value, list) else NATURAL}}
+_PARTS = {"parts": {...: [NATURAL, str]}}
 
 ABOUT: dict[str, Any] = _META | {"buffer": _description, "items": _structure, "batch": [_LENGTH]}
 """The schema of the metadata of one buffer; see `jrb.checkpoint.schema.about`."""
@@ -134,16 +134,14 @@ def generations(saved: Generation) -> dict[str, int]:
 def _parts(saved: Generation) -> dict[str, Any]:
     """Returns the number and the identity of each part's generation, by the part's name."""
     meta = meta_of(saved)
-    entries = meta["parts"] if meta.get("kind") in (MIX, SEVERAL, SHARDED) else {}
-    # Before parts had identities, an entry was the number alone.
-    return {name: it if isinstance(it, list) else (it, None) for name, it in entries.items()}
+    return meta["parts"] if meta.get("kind") in (MIX, SEVERAL, SHARDED) else {}
 
 
 def part(path: str, whole: Generation, name: str) -> Generation:
     """Returns the generation of a part to which the common one at `path`, `whole`, refers."""
     number, identity = _parts(whole)[name]
     one = open_generation(path_of(path, name), number)
-    if identity not in (None, one.identity):
+    if identity != one.identity:
         raise DamagedError(
             f"{one.path}: expected part '{name}' as {whole.path} names it, found one of another "
             "save. Put back the folder that belongs there; copy a checkpoint only as a whole."

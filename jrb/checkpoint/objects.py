@@ -125,11 +125,6 @@ def _saved_objects(
     path: str, form: dict[str, Any], saved: Generation, buffer: Buffer, device: Device
 ) -> tuple[np.ndarray, list[Any]]:
     """Returns the slots that have objects, and the objects."""
-    if form.get("format") != FORM["format"]:
-        raise ValueError(
-            f"{path}: expected objects that were written by msgpack, got those of jrb 0.1.0 in its "
-            "own format. Load them with that version, and keep what jrb.items(buffer, state) gives."
-        )
     try:
         blobs = _unpack(saved.array(_ARRAY, np.uint8).data, device)
         if not isinstance(blobs, list) or len(blobs) != buffer.capacity:

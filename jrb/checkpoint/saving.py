@@ -264,7 +264,7 @@ class SaveJob(Job):
             return None
         # With another description or form, equal bytes could mean something else. Batch size and
         # the like are not compared, so that a change of these does not cause a full save.
-        before = descriptions.binding(descriptions.upgraded(meta.get("buffer")))
+        before = descriptions.binding(descriptions.with_defaults(meta.get("buffer")))
         is_same = before == descriptions.binding(self._meta["buffer"])
         return last if is_same and meta.get("form") == self._meta["form"] else None
 

@@ -10,7 +10,6 @@ import pytest
 
 import jrb
 from jrb._store import generation, opening
-from jrb._store.files import Folder
 from jrb._store.table import Column
 from jrb.checkpoint import manifest
 
@@ -39,23 +38,9 @@ def apart(path, other):
     made.close()
 
 
-def as_version_2(path, monkeypatch):
-    """Rewrites the newest generation's metadata in the form of version 2."""
-    opened = generation.newest(Folder(path))
-    for column in opened.body["table"]["columns"]:
-        column.update(column.pop("leaves")[0])
-    arrays = {name: opened.array(name, np.uint8).tobytes() for name in opened.arrays}
-    monkeypatch.setattr(generation, "VERSION", 2)
-    generation.write(Folder(path), opened.body, arrays)
-    monkeypatch.undo()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", [(), (2,)])
-@pytest.mark.parametrize("is_old", [False, True])
-def test_leaves_come_together_that_lie_in_files_of_their_own(
-    layout, batch, is_old, tmp_path, monkeypatch
-):
+def test_leaves_come_together_that_lie_in_files_of_their_own(layout, batch, tmp_path):
     buffer = jrb.ReplayBuffer(6, num_envs=2, unit=UNITS[layout])
     row = lambda leaf: jnp.arange(4 * leaf.size).reshape(2, 2, *leaf.shape).astype(leaf.dtype)
     state = buffer.extend(buffer.init(ITEM), jax.tree.map(row, ITEM))
@@ -67,8 +52,6 @@ def test_leaves_come_together_that_lie_in_files_of_their_own(
     (file,) = (tmp_path / "x" / "rows" / "storage").iterdir()
     assert file.name == "a+2.bin"
     apart(str(tmp_path / "x"), str(tmp_path / "y"))
-    if is_old:
-        as_version_2(str(tmp_path / "y"), monkeypatch)
     assert len(list((tmp_path / "y" / "rows" / "storage").iterdir())) == 3
     jax.tree.map(np.testing.assert_array_equal, jrb.load(tmp_path / "y")[1], state)
     jrb.save(tmp_path / "y", buffer, state)

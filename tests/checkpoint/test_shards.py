@@ -369,25 +369,14 @@ def test_large_leaves_of_another_device_are_saved_where_they_lie(tmp_path, monke
     assert_same(jax.device_get(jrb.load(tmp_path)[1]), jax.device_get(state))
 
 
-def test_an_option_that_is_gone_and_changed_nothing_is_left_out():
-    sharded = jrb.Sharded(BUFFER, S)
-    node = descriptions.encode(sharded)
-    node["fields"]["exchange"] = False
-    assert descriptions.decode(descriptions.upgraded(node)) == sharded
+def test_an_option_that_a_part_did_not_have_is_its_default():
+    node = descriptions.encode(jrb.Prioritized())
+    older = {**node, "fields": {name: it for name, it in node["fields"].items() if name != "beta"}}
+    assert descriptions.with_defaults(older) == node
+
+
+def test_an_option_that_a_part_no_longer_has_is_an_error():
+    node = descriptions.encode(jrb.Sharded(BUFFER, S))
     node["fields"]["exchange"] = True
     with pytest.raises(descriptions.UnknownError, match="has other fields"):
-        descriptions.decode(descriptions.upgraded(node))
-
-
-@pytest.mark.parametrize(
-    ("part", "option"),
-    [
-        (jrb.Prioritized(), {"branching": 32}),
-        (jrb.Prioritized(), {"branching": None}),
-        (jrb.Hindsight(jnp.equal, ratio=0.5), {"exact": False}),
-    ],
-)
-def test_removed_options_on_which_no_state_depends_are_left_out(part, option):
-    node = descriptions.encode(part)
-    old = {**node, "fields": {**node["fields"], **option}}
-    assert descriptions.upgraded(old) == node
+        descriptions.decode(descriptions.with_defaults(node))
