@@ -450,7 +450,8 @@ def target_slots(
     """
     # Writes to the returned state wait for the reads of the sample.
     if not isinstance(where, Sample) and where.dtype == jnp.bool_:
-        return state, jnp.arange(where.size, dtype=jnp.int32), where
+        token = dependencies.zero_depending_on(state.writer)  # which waits for earlier draws
+        return state, jnp.arange(where.size, dtype=jnp.int32) + token, where
     if not isinstance(where, Sample):
         return state, where, jnp.ones(where.shape, jnp.bool_)
     # A slot that was overwritten, or emptied, since has another generation than the stamp.

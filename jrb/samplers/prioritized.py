@@ -170,6 +170,8 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             largest = sum_tree.set_leaves(state.largest, gone, jnp.minimum(gone, 0).astype(jnp.float32))
             state = state.replace(largest=largest)
         state, new = self._entering(state, change)
+        if state.largest is not None:  # its writes wait for the read of the default
+            departed = departed + dependencies.zero_depending_on(new)
         # Made from the slots, as writes of a constant would wait for nothing.
         none = jnp.minimum(departed.astype(jnp.float32), _NO_ANCHOR)
         # One scatter for both: those that depart first, as a slot may do both in one call.
