@@ -554,7 +554,7 @@ class ReplayBuffer:
             >>> import jax.numpy as jnp, jrb
             >>> buffer = jrb.ReplayBuffer(4, sampler=jrb.Prioritized())
             >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(3)})
-            >>> state = buffer.drop(state, buffer.take(state, jnp.arange(4))["x"] == 1)
+            >>> state = buffer.drop(state, jnp.arange(4) % 2 == 1)
             >>> buffer.priorities(state).tolist()
             [1.0, -2.0, 1.0, -1.0]
         """
@@ -573,14 +573,14 @@ class ReplayBuffer:
         if isinstance(where, Sample):
             check_origin("drop", where, self._origin)
             return eager.drop(self, state, where, donate)
-        where = where if isinstance(where, jax.Array) else np.asarray(where)
-        if where.dtype == np.bool_:
+        array: Any = where if isinstance(where, jax.Array) else np.asarray(where)
+        if array.dtype == np.bool_:
             meaning = "which of all slots are dropped. Or give their numbers"
-            where = checks.mask("drop", where, (self.capacity,), meaning)
+            slots = checks.mask("drop", array, (self.capacity,), meaning)
         else:
-            where = checks.indices("drop", where)
-            checks.in_range("drop", where, self.capacity, has_padding=True)
-        return eager.drop(self, state, where, donate)
+            slots = checks.indices("drop", array)
+            checks.in_range("drop", slots, self.capacity, has_padding=True)
+        return eager.drop(self, state, slots, donate)
 
     @explained
     def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ from jax import lax
 
 from jrb import sum_tree
 from jrb._util import checks, display, pytree
-from jrb._xla import dependencies, gather, random_bits
+from jrb._xla import dependencies, gather
 from jrb._xla.compiling import by_description
 from jrb.ring import Occupancy, Ring
 from jrb.sum_tree import Tree
@@ -167,7 +167,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         departed = change.departed_slots(ring)
         if state.largest is not None:  # what is overwritten no longer counts
             gone = jnp.concatenate([departed, change.entered])
-            largest = sum_tree.set_leaves(state.largest, gone, jnp.minimum(gone, 0).astype(jnp.float32))
+            largest = sum_tree.set_leaves(
+                state.largest, gone, jnp.minimum(gone, 0).astype(jnp.float32)
+            )
             state = state.replace(largest=largest)
         state, new = self._entering(state, change)
         if state.largest is not None:  # its writes wait for the read of the default
@@ -227,7 +229,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         number = self.new_priority
         if number == "max":
             return state.highest
-        if state.largest is None:
+        if state.largest is None or state.largest_of_others is None:
             return jnp.float32(max(number, sum_tree.SMALLEST) if number else 0.0)
         largest = jnp.maximum(sum_tree.root(state.largest), state.largest_of_others)
         # A default of 0 would leave a buffer of priorities 0 without mass for ever.

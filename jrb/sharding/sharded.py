@@ -279,8 +279,8 @@ class Sharded:
             if not eager.is_traced(can_sample) and not can_sample:
                 raise ValueError(
                     f"sample: expected something to draw, got shards that hold {self.size(state)} "
-                    "transitions, of which none can be drawn. Add items first, or priorities above 0; "
-                    "can_sample tells."
+                    "transitions, of which none can be drawn. Add items first, or priorities above "
+                    "0; can_sample tells."
                 )
         returns = ("state" if in_program else "sampler") if moves else "sample"
         static = self.part, count // self.shards, self.buffer.min_size, self._origin, returns

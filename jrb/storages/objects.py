@@ -88,9 +88,7 @@ class ListStorage(HostStorage):
         """Returns a state without objects; older states keep theirs."""
         return Objects(shelf=Shelf(ring.capacity), version=0)
 
-    def put(
-        self, state: Objects, planned: tuple[Any, None], items: list[list[Any]]
-    ) -> Objects:
+    def put(self, state: Objects, planned: tuple[Any, None], items: list[list[Any]]) -> Objects:
         """Stores rows of objects at slots `[T, E]`; slots of N or more are skipped."""
         shelf, slots = state.shelf, np.asarray(planned[0])
         # Checked before anything is written, so that the newest state stays as it is.

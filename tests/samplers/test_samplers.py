@@ -265,7 +265,7 @@ HELD = jrb.Prioritized(new_priority="largest_held", eps=0.0)
 
 @pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")
 @pytest.mark.parametrize("envs", [1, 2])
-@pytest.mark.parametrize("sampler", [HELD, jrb.Mixture((HELD, jrb.Uniform()), (0.5, 0.5))])
+@pytest.mark.parametrize("sampler", [HELD, jrb.Mixture((HELD, jrb.Prioritized()), (0.5, 0.5))])
 def test_new_items_get_the_largest_priority_that_is_held(sampler, envs):
     """Random programs against a list of priorities, one for each slot."""
     rows, rng = 5, np.random.default_rng(envs)
