@@ -536,13 +536,27 @@ class ReplayBuffer:
     def drop(self, state: BufferState, where: Sample | jax.Array) -> BufferState:
         """Excludes anchors from sampling until their slots are overwritten.
 
+        Their priority is then -2, and later updates of it do nothing. Slots that are no anchors are
+        skipped. Dropped items are still held: `size`, `take` and `jrb.items` have them.
+
         Args:
             state: may be donated.
-            where: a `Sample`, whose overwritten entries are skipped; or slots, int32 `[B]`.
+            where: a `Sample`, whose overwritten entries are skipped; or slots, int32 `[B]`, N for
+                padding; or a mask, bool `[N]`, True for slots to drop, which costs O(N): for
+                conditions inside `jit`.
 
         Raises:
             TypeError: the sampler has no priorities, or cannot drop anchors.
-            ValueError: another description drew the sample.
+            ValueError: another description drew the sample, a mask has another shape, or a slot is
+                out of range (only outside `jit`; inside, it is skipped).
+
+        Example:
+            >>> import jax.numpy as jnp, jrb
+            >>> buffer = jrb.ReplayBuffer(4, sampler=jrb.Prioritized())
+            >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(3)})
+            >>> state = buffer.drop(state, jnp.arange(4) % 2 == 1)
+            >>> buffer.priorities(state).tolist()
+            [1.0, -2.0, 1.0, -1.0]
         """
         return self._drop(state, where)
 
@@ -558,9 +572,15 @@ class ReplayBuffer:
             )
         if isinstance(where, Sample):
             check_origin("drop", where, self._origin)
+            return eager.drop(self, state, where, donate)
+        array: Any = where if isinstance(where, jax.Array) else np.asarray(where)
+        if array.dtype == np.bool_:
+            meaning = "which of all slots are dropped. Or give their numbers"
+            slots = checks.mask("drop", array, (self.capacity,), meaning)
         else:
-            where = self._slots("drop", where)
-        return eager.drop(self, state, where, donate)
+            slots = checks.indices("drop", array)
+            checks.in_range("drop", slots, self.capacity, has_padding=True)
+        return eager.drop(self, state, slots, donate)
 
     @explained
     def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
@@ -616,7 +636,8 @@ class ReplayBuffer:
             slots: int32 `[...]`; None for all.
 
         Returns:
-            float32 like `slots`, or `[N]`; negative for slots that are no anchors or were dropped.
+            float32 like `slots`, or `[N]`; -1 for slots that are no anchors, and -2 for anchors
+            that `drop` removed.
 
         Raises:
             TypeError: the sampler has no priorities.

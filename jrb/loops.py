@@ -307,7 +307,7 @@ def _by_position(
 
 
 def _without_data(name: str, where: Any) -> Any:
-    """Returns a sample without its items, to pass fewer arrays; or slots as int32.
+    """Returns a sample without its items, to pass fewer arrays; or slots as int32, or a mask.
 
     Inside another compiled function, items stay: a later write has to wait for their reads.
     """
@@ -315,7 +315,8 @@ def _without_data(name: str, where: Any) -> Any:
     if where is ... or isinstance(where.stamp if is_sample else where, jax.core.Tracer):
         return None if where is ... else where
     if not is_sample:
-        return checks.indices(name, where)
+        slots = where if isinstance(where, jax.Array) else np.array(where)
+        return slots if slots.dtype == np.bool_ else checks.indices(name, slots)
     where = where.replace(data=None)
     return copy_arrays(where) if isinstance(where.stamp, np.ndarray) else where
 

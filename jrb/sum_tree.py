@@ -78,7 +78,8 @@ _MANY = 1024  # leaves of an update from which on short levels are reduced whole
 _SHORT = 8  # up to this many neighbouring leaves, their ancestors are reduced one by one
 
 _REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"sum": lax.add, "min": lax.min}
-_NEUTRAL = {"sum": 0.0, "min": LARGEST}
+_REDUCE["max"] = lax.max
+_NEUTRAL = {"sum": 0.0, "min": LARGEST, "max": 0.0}  # leaves are at least 0
 
 
 @functools.partial(
@@ -94,7 +95,7 @@ class Tree:
         nodes: float32 `[M]`, all levels, top first, the leaves last.
         capacity: N, the number of leaves.
         branching: b, the number of children of a node.
-        reduction: "sum" or "min".
+        reduction: "sum", "min" or "max".
     """
 
     nodes: jax.Array
@@ -336,7 +337,7 @@ def is_positive(numbers: jax.Array) -> jax.Array:
 
 
 def neutral(capacity: int, reduction: str, branching: int | None = None) -> Tree:
-    """Returns a tree with neutral leaves: 0 for "sum", `LARGEST` for "min"."""
+    """Returns a tree with neutral leaves: 0 for "sum" and "max", `LARGEST` for "min"."""
     if branching is None:
         branching = _BRANCHING.get(jax.default_backend(), _OTHER_BRANCHING)
     if capacity < 1:

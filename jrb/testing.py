@@ -41,6 +41,8 @@ __dir__: PublicNames = lambda: __all__
 Make = Callable[[int], ReplayBuffer]
 Step = Callable[[ReplayBuffer, BufferState, jax.Array, jax.Array], tuple[BufferState, jax.Array]]
 
+_UNWEIGHTED = " (for weights of 1: normalize='batch' in the class, and exponent returns 0)"
+
 
 def conform(make: Make, example: Item) -> None:
     """Checks that a buffer keeps the contracts that are common to all buffers.
@@ -314,13 +316,14 @@ def check_options(buffer: ReplayBuffer, example: Item) -> None:
         chances = np.asarray(batch.probabilities, np.float64)[drawn]
         if isinstance(sampler, ShardedSampler):  # only these have an exponent
             undone = np.asarray(batch.weights)[drawn] * chances ** float(sampler.exponent(beta))
-            _expect_even(undone, f"weights undo the bias of the draw, beta={beta}", 1e-3)
+            contract = f"weights undo the bias of the draw, beta={beta}{_UNWEIGHTED}"
+            _expect_even(undone, contract, 1e-3)
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
     greatest = {"batch": 1, None: 1 / (int(anchors.count) * float(np.min(batch.probabilities)))}
     if isinstance(sampler, PrioritizedSampler) and batch.mask.all():
         kind, got = sampler.normalize, np.max(batch.weights)
         right = kind not in greatest or np.isclose(got, greatest[kind], rtol=1e-3)
-        contract = f"weights are divided as `normalize` says, {kind}"
+        contract = f"weights are divided as `normalize` says, {kind}{_UNWEIGHTED}"
         _expect(right, contract, f"the greatest is {got}")
     if not np.asarray(batch.mask).reshape(4096, -1).any(axis=1).all():
         return

@@ -207,6 +207,55 @@ def test_everything_that_is_dropped_is_drawn_no_more_whatever_comes_later():
     assert buffer.can_sample(state)
 
 
+MASKED = [jrb.DeviceStorage, jrb.MemmapStorage, lambda: jrb.SpillStorage(None, 4)]
+
+
+@pytest.mark.parametrize("storage", MASKED, ids=["device", "memmap", "spill"])
+def test_a_mask_says_which_slots_are_dropped(storage):
+    buffer = jrb.ReplayBuffer(8, batch_size=4, sampler=jrb.Prioritized(), storage=storage())
+    methods = jrb.jitted(buffer)
+    state = methods.extend(methods.init({"x": 0}), {"x": jnp.arange(6)})
+    is_large = lambda state: buffer.take(state, jnp.arange(8))["x"] > 2
+    inside = jax.jit(lambda state: buffer.drop(state, is_large(state)))(state)
+    flags = np.arange(8) > 2  # slots that hold nothing are skipped
+    for after in (inside, buffer.drop(state, flags), buffer.drop(state, flags.tolist())):
+        assert buffer.priorities(after).tolist() == [1, 1, 1, -2, -2, -2, -1, -1]
+    state = methods.drop(state, flags)
+    assert buffer.priorities(state).tolist() == [1, 1, 1, -2, -2, -2, -1, -1]
+    assert set(buffer.sample(state, KEY, 50).data["x"].tolist()) <= {0, 1, 2}
+
+
+def test_objects_and_shards_are_dropped_by_a_mask():
+    buffer = jrb.ReplayBuffer(3, sampler=jrb.Prioritized(), storage=jrb.ListStorage())
+    state = buffer.drop(buffer.extend(buffer.init(None), ["a", "b", "c"]), [False, True, False])
+    assert buffer.priorities(state).tolist() == [1, -2, 1]
+    sharded = jrb.Sharded(jrb.ReplayBuffer(8, 2, batch_size=4, sampler=jrb.Prioritized()), 2)
+    state = sharded.extend(sharded.init({"x": 0}), {"x": jnp.arange(6).reshape(3, 2)})
+    drop = lambda state: sharded.drop(state, sharded.take(state, slots)["x"] % 3 == 1)
+    slots = jnp.broadcast_to(jnp.arange(4), (2, 4))
+    want = [[1, 1, -2, -1], [-2, 1, 1, -1]]
+    assert sharded.priorities(drop(state)).tolist() == want
+    assert sharded.priorities(jax.jit(drop)(state)).tolist() == want
+    with pytest.raises(ValueError, match=r"drop: mask: expected shape \(2, 4\), got \(8,\)"):
+        jax.eval_shape(sharded.drop, state, jnp.ones(8, bool))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (9,), (1, 8), (8, 1)])
+def test_a_mask_of_another_shape_is_refused_while_tracing(shape):
+    buffer, state = filled(sampler=jrb.Prioritized())
+    with pytest.raises(ValueError, match=r"drop: mask: expected shape \(8,\), got"):
+        jax.eval_shape(buffer.drop, state, jnp.ones(shape, bool))
+    with pytest.raises(TypeError, match="update_priority: indices: expected integers"):
+        buffer.update_priority(state, jnp.ones(8, bool), jnp.ones(8))
+
+
+def test_slots_of_n_are_padding_for_drop():
+    buffer, state = filled(sampler=jrb.Prioritized())
+    slots = jnp.array([8, 2, 8])
+    for after in (buffer.drop(state, slots), jax.jit(buffer.drop)(state, slots)):
+        assert np.flatnonzero(buffer.priorities(after) == -2).tolist() == [2]
+
+
 def test_the_next_save_writes_every_edit(tmp_path):
     buffer = jrb.ReplayBuffer(20_000, batch_size=4)
     state = buffer.extend(buffer.init({"x": jnp.zeros(8)}), {"x": jnp.ones((20_000, 8))})

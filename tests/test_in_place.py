@@ -32,6 +32,7 @@ SAMPLERS = {
     "counted": jrb.Prioritized(count_draws=True),
     "prioritized": jrb.Prioritized(),
     "buffer": jrb.Prioritized(normalize="buffer", stratified=False),
+    "held": jrb.Prioritized(new_priority="largest_held"),
 }
 PRIORITIZED = ("prioritized", "buffer", "counted")
 
@@ -199,7 +200,7 @@ def test_nothing_is_copied(name, step):
 
 
 MANY = [(name, None) for name in ("distinct", "queue", "buffer", "counted")]
-MANY += [(name, 8) for name in ("uniform", "epochs", "stack", "prioritized")]
+MANY += [(name, 8) for name in ("uniform", "epochs", "stack", "prioritized", "held")]
 
 
 @pytest.mark.parametrize(("name", "agents"), MANY)
@@ -209,7 +210,7 @@ def test_nothing_is_copied_in_any_order(name, agents):
 
 PAIRS = [(parts, "prioritized", 8) for parts in ("stacks", "once")]
 PAIRS += [(parts, "epochs", 8) for parts in ("strict n-step", "episodes", "windows across")]
-PAIRS += [("whole", "prioritized", 8)]
+PAIRS += [("whole", "prioritized", 8), ("stacks", "held", None)]
 DONE = {parts for parts, _, _ in PAIRS} | {"windows of a period", "padded of a period"}
 PAIRS += [(parts, "uniform", None) for parts in OTHERS if parts not in DONE]
 

@@ -115,6 +115,21 @@ def test_an_empty_part_is_masked_inside_jit_and_raises_outside():
     assert sample.weights.tolist() == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_buffer_without_mass_is_masked_inside_jit_and_raises_outside(exact):
+    parts = buffer(), buffer(sampler=jrb.Prioritized(eps=0.0))
+    mix = jrb.Mix(parts, (0.5, 0.5), batch_size=8, exact=exact)
+    plain, other = filled(mix, [5, 3])
+    states = plain, parts[1].update_priority(other, jnp.arange(3), jnp.zeros(3))
+    assert not mix.can_sample(states)
+    with pytest.raises(ValueError, match="finds no mass"):
+        mix.sample(states, jax.random.key(0))
+    for proportions in (None, jnp.array([0.5, 0.5])):
+        sample = jax.jit(mix.sample)(states, jax.random.key(0), proportions=proportions)
+        assert np.array_equal(sample.mask, sample.info["source"] == 0)
+        assert np.array_equal(sample.weights, sample.mask.astype(np.float32))
+
+
 def test_size_and_memory():
     mix = jrb.Mix((buffer(), buffer()), (0.5, 0.5))
     states = filled(mix, [3, 5])

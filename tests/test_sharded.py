@@ -333,17 +333,43 @@ def test_new_items_get_the_greatest_priority_that_any_shard_has_seen():
     assert (np.asarray(sharded.priorities(state, newest.reshape(S, -1))) == S).all()
 
 
-def test_where_no_anchor_has_mass_all_are_alike_and_where_some_have_others_are_not_drawn():
+def test_new_items_get_the_greatest_priority_that_any_shard_holds():
+    SAMPLERS["this"] = jrb.Prioritized(new_priority="largest_held")
+    sharded = jrb.Sharded(whole(sampler="this"), S)
+    rng = np.random.default_rng(0)
+    state = sharded.extend(sharded.init(EXAMPLE), rows(rng, 3, E))
+    slots = np.broadcast_to(np.arange(6, dtype=np.int32), (S, 6))
+    given = np.full((S, 6), 0.25, np.float32)
+    for spikes in ({}, {0: 1e6}, {0: 3.0, S - 1: 5.0}, {1: 0.5}):  # by shard
+        for shard, spike in spikes.items():
+            given[shard, 4] = spike
+        state = sharded.update_priority(state, slots, given)
+        state, _ = sharded.draw(state, jax.random.key(0))
+        after = sharded.add(state, rows(rng, E))
+        newest, _ = sharded.newest(after, 1)
+        new = np.asarray(sharded.priorities(after, newest.reshape(S, -1)))
+        assert (new == given.max()).all(), spikes
+        # Without another draw, a shard does not know of the others, but of its own.
+        own = sharded.update_priority(state, slots, given * 100)
+        newest, _ = sharded.newest(own := sharded.add(own, rows(rng, E)), 1)
+        new = np.asarray(sharded.priorities(own, newest.reshape(S, -1)))
+        assert (new.max(axis=1) >= given.max(axis=1) * 100).all()
+
+
+def test_shards_without_mass_are_not_drawn_and_if_none_has_mass_nothing_is():
     SAMPLERS["this"] = jrb.Prioritized(eps=0.0)
     sharded = jrb.Sharded(whole(sampler="this"), S)
     rng = np.random.default_rng(0)
     state = sharded.extend(sharded.init(EXAMPLE), rows(rng, 2, E))
     slots = np.broadcast_to(np.arange(4, dtype=np.int32), (S, 4))
     none = sharded.update_priority(state, slots, np.zeros((S, 4), np.float32))
-    batch = sharded.sample(none, jax.random.key(0))
-    assert batch.mask.all()
-    np.testing.assert_allclose(batch.weights, 1.0)
-    np.testing.assert_allclose(batch.probabilities, 1 / (2 * E), rtol=1e-6)
+    some = sharded.drop(none, slots[:, :2])
+    for each in (none, some):
+        assert not sharded.can_sample(each)
+        with pytest.raises(ValueError, match="expected something to draw"):
+            sharded.sample(each, jax.random.key(0))
+        batch = jax.jit(sharded.sample)(each, jax.random.key(0))
+        assert not batch.mask.any() and not batch.weights.any() and not batch.probabilities.any()
     one = np.zeros((S, 4), np.float32)
     one[2, 1] = 3
     batch = sharded.sample(sharded.update_priority(state, slots, one), jax.random.key(0))

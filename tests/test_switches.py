@@ -135,7 +135,7 @@ def run(buffer, its):
 
 def cases():
     for switch in SWITCHES:
-        some = SOME if switch != "no jit" else ["windows"]  # eager calls are slow
+        some = SOME if switch != "no jit" else ["windows"]  # see below
         for parts in PARTS if switch in ALL else some:
             is_slow = switch not in ("x64", "nans") or parts != "n-step"
             marks = [pytest.mark.slow] if is_slow else []
@@ -158,6 +158,104 @@ def test_compositions_work_under_every_switch(switch, parts):
         assert batch.mask.any()
         assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(batch.data))
         del state
+
+
+IMAGE = {"image": jnp.zeros((6, 6, 3), jnp.uint8)}
+WHOLE = jrb.Sequence(2, sample_by="whole_episodes", partial="pad")
+HELD = jrb.Prioritized(new_priority="largest_held")
+OTHERS = [  # with `PARTS`, every part that jrb exports
+    {"sampler": jrb.Mixture((jrb.Prioritized(), jrb.Newest(count=2)), (0.5, 0.5))},
+    {"sampler": HELD, "unit": jrb.NStep(2, 0.9, strict=True)},
+    {"sampler": jrb.WithoutReplacement(drop_last=True), "unit": jrb.Sequence(2, stride=2)},
+    {"sampler": jrb.Prioritized(), "unit": WHOLE},
+    {"unit": jrb.FrameStack(2, unit=jrb.NStep(2, 0.9))},
+    {"sampler": jrb.Prioritized(), "storage": jrb.SpillStorage(None, 4)},
+    {"writer": jrb.MaxValue("action"), "sampler": jrb.Prioritized()},
+    {"transforms": (jrb.transforms.RewardToGo(),), "unit": WHOLE},
+]
+TRANSFORMS = [
+    jrb.transforms.Cast("float16", ("observation",)),
+    jrb.transforms.CenterCrop(4, 4, ("image",)),
+    jrb.transforms.Clip(),
+    jrb.transforms.Concatenate(("observation", "action"), "both"),
+    jrb.transforms.Exclude(("action",)),
+    jrb.transforms.Grayscale(("image",)),
+    jrb.transforms.Normalize(1.0, 2.0, ("observation",)),
+    jrb.transforms.RandomCrop(4, 4, ("image",)),
+    jrb.transforms.RandomShift(1, ("image",)),
+    jrb.transforms.Rename((("image", "picture"),)),
+    jrb.transforms.Resize(3, 3, ("image",)),
+    jrb.transforms.Scale(2.0, 1.0, ("observation",)),
+    jrb.transforms.Select(("image", ("next", "reward"))),
+    jrb.transforms.ToFloat(("image",)),
+]
+KINDS = jrb.types.Sampler, jrb.types.Unit, jrb.types.Writer, jrb.types.Storage
+WITHOUT_JIT = [*PARTS.values(), *OTHERS, *({"transforms": (each,)} for each in TRANSFORMS)]
+SLOW = [  # operations outside `jit` are compiled one by one
+    pytest.param(parts, marks=[] if parts is PARTS["ranked"] else pytest.mark.slow, id=repr(parts))
+    for parts in WITHOUT_JIT
+]
+
+
+def without_jit(buffer, example, items):
+    """Calls the methods of a buffer one operation at a time; returns the last sample."""
+    key = jax.random.key(1)
+    with jax.disable_jit():
+        state = buffer.extend(buffer.init(example), items)
+        state, sample = buffer.draw(state, key)
+        if buffer.sampler.prioritized:
+            state = buffer.update_priority(state, sample, sample.weights)
+            if not isinstance(buffer.sampler, jrb.Mixture):
+                state = buffer.drop(state, sample.indices[:1])
+        one = jax.tree.map(lambda leaf: leaf[0], items)
+        state = buffer.add(buffer.truncate(state), one)
+        assert buffer.size(state) <= buffer.capacity
+        buffer.can_sample(state), buffer.in_order(state), buffer.take(state, jnp.array([0]))
+        assert not buffer.can_sample(buffer.empty(state))
+    return sample
+
+
+@pytest.mark.parametrize("parts", SLOW)
+def test_every_part_works_without_jit(parts):
+    buffer = jrb.ReplayBuffer(14, num_envs=E, batch_size=B, **parts)
+    example, items = ITEM | IMAGE, rows(7, E)
+    items |= {"image": np.arange(7 * E * 108, dtype=np.uint8).reshape(7, E, 6, 6, 3)}
+    if isinstance(buffer.writer, jrb.MaxValue):
+        example, items = ITEM, rows(7, E)
+    sample = without_jit(buffer, example, items)
+    assert sample.mask.any()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(sample.data))
+
+
+@pytest.mark.slow
+def test_objects_shards_and_mixes_work_without_jit():
+    buffer = jrb.ReplayBuffer(4, batch_size=B, sampler=HELD, storage=jrb.ListStorage())
+    with jax.disable_jit():
+        state = buffer.extend(buffer.init(None), list("abcdef"))
+        assert set(buffer.sample(state, jax.random.key(0)).data) <= set("cdef")
+        buffer = jrb.ReplayBuffer(8, num_envs=E, batch_size=B, sampler=HELD)
+        mix = jrb.Mix((buffer, buffer), (0.5, 0.5), batch_size=B)
+        states = tuple(buffer.extend(state, rows(3, E)) for state in mix.init(ITEM))
+        states, sample = mix.draw(states, jax.random.key(0))
+        mix.update_priority(states, sample, jnp.ones(B))
+        sharded = jrb.Sharded(buffer, 2)
+        state = sharded.extend(sharded.init(ITEM), rows(3, E))
+        state, sample = sharded.draw(state, jax.random.key(0))
+        state = sharded.update_priority(state, sample, jnp.ones(B))
+        assert sharded.sample(sharded.drop(state, jnp.zeros((2, 4), bool)), jax.random.key(1))
+
+
+def test_all_exported_parts_are_among_those_without_jit():
+    parts = [each for its in WITHOUT_JIT for each in its.values()]
+    parts = {type(it) for each in parts for it in (each if isinstance(each, tuple) else (each,))}
+    parts |= {jrb.Transition, jrb.RoundRobin, jrb.DeviceStorage}  # the defaults
+    parts |= {jrb.ListStorage, jrb.ReadOnly}  # without arrays; without writes
+    exported = [getattr(jrb, name) for name in jrb.__all__]
+    exported += [getattr(jrb.transforms, name) for name in jrb.transforms.__all__]
+    kinds = *KINDS, jrb.types.Transform
+    exported = {each for each in exported if isinstance(each, type) and issubclass(each, kinds)}
+    missing = {each for each in exported if not any(issubclass(part, each) for part in parts)}
+    assert missing == set()
 
 
 @pytest.mark.slow

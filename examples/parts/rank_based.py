@@ -77,7 +77,8 @@ class RankBased(PrioritizedSampler, ShardedSampler):
         reached = jnp.cumsum(mass)
         part = jnp.arange(batch_size, dtype=jnp.float32) + jax.random.uniform(key, (batch_size,))
         rank = jnp.searchsorted(reached, part / batch_size * reached[-1], side="right")
-        rank = jnp.minimum(rank, jnp.maximum(anchors.count - 1, 0))  # rounding may exceed it
+        has_mass = jnp.sum(mass > 0)  # of low ranks, powers may underflow to 0
+        rank = jnp.minimum(rank, jnp.maximum(has_mass - 1, 0))  # rounding may exceed it
         slots = materialize(lambda: jnp.argsort(-state.raw)[rank]).astype(jnp.int32)
         mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
         probabilities = jnp.where(mask, mass[rank] / jnp.maximum(reached[-1], 1e-30), 0)
@@ -141,7 +142,6 @@ class RankBased(PrioritizedSampler, ShardedSampler):
         return ShardStats(
             num_anchors=anchors.count,
             mass=jnp.sum(mass),
-            num_drawable=anchors.count,
             min_mass=jnp.maximum(anchors.count, 1).astype(jnp.float32) ** -state.alpha,
             max_priority=state.highest,
         )

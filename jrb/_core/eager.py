@@ -31,7 +31,7 @@ from jrb._util import casting, checks, pytree
 from jrb._util.pytree import Leaf, SpecKey
 from jrb._xla.compiling import by_description, per_description, standalone_program
 from jrb.state import Buffer, BufferState, Device, Sample
-from jrb.types import Item, TransformContext
+from jrb.types import Item, PrioritizedSampler, TransformContext
 from jrb.types.messages import PartState
 
 _MANY_ELEMENTS = 1 << 14  # of an array that takes longer to copy than one more compiled call
@@ -193,7 +193,7 @@ def _put(
 @standalone_program
 def _planned(buffer: Buffer, state: BufferState, items: Item, *others: jax.Array | None) -> Any:
     """Returns the slots that a storage on the host will write; XLA drops all other results."""
-    return buffer.storage.slots_of(steps.write(buffer, state, items, *others).storage)
+    return steps.write(buffer, state, items, *others).storage[0], None
 
 
 @by_description(donated=("state",))
@@ -331,6 +331,8 @@ def _is_drawn(buffer: Buffer, state: BufferState, quiet: bool, mask: Any) -> boo
     least = "" if buffer.min_size is None else f": min_size is {buffer.min_size}"
     hint = f"finds nothing. Add items first; can_sample tells when there are enough{least}."
     part = buffer.sampler
+    if isinstance(part, PrioritizedSampler) and (part.priorities(state.sampler) != -1).any():
+        hint = "finds no mass: give priorities above 0, add items, or drop fewer of them."
     if ready(buffer, state, len(values)):  # the sampler drew anchors, and the unit masked them
         part, hint = buffer.unit, "masks every anchor of the batch. Draw more, or add items first."
     raise ValueError(

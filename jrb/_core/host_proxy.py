@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 
@@ -45,19 +45,15 @@ class UniqueSlots:
 class DeviceProxy(Storage):
     """Stands for a storage on the host in compiled code, which cannot reach the host's rows.
 
-    `write` returns a plan in place of a state. `read` returns its state: the fetched items.
+    `write` returns a plan in place of a state: the slots, int32 `[T, E]`, and the proxy's state.
+    `read` returns its state: the fetched items.
     """
+
+    only_plans: ClassVar[bool] = True
 
     @abc.abstractmethod
     def locate(self, context: Context, state: PartState, where: list[jax.Array]) -> UniqueSlots:
         """Returns the positions at which each leaf is read; `where` has the slots of each leaf."""
-
-    @abc.abstractmethod
-    def planned(self, plan: Any) -> tuple[jax.Array, Any]:
-        """Splits the plan from `write` into the slots, int32 `[T, E]`, and the proxy's state."""
-
-    def slots_of(self, plan: Any) -> Any:
-        return plan
 
     def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
         return state
@@ -78,11 +74,8 @@ class HostStorageProxy(DeviceProxy):
 
     def write(
         self, context: Context, state: PartState, plan: WritePlan, items: Item
-    ) -> tuple[jax.Array, WritePlan]:
-        return plan.slots, plan
-
-    def planned(self, plan: jax.Array) -> tuple[jax.Array, None]:
-        return plan, None
+    ) -> tuple[tuple[jax.Array, None], WritePlan]:
+        return (plan.slots, None), plan
 
     def edit(
         self, context: Context, state: PartState, slots: jax.Array | None, values: Item

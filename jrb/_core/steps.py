@@ -82,6 +82,8 @@ def write(
         cuts: bool `[T, E]`, items that end an episode whatever their flags say.
         priorities: float32 `[T, E]`; None for the sampler's default for new items.
     """
+    if buffer.sampler.row_by_row and jax.tree.leaves(items)[0].shape[0] > 1:
+        return _write_row_by_row(buffer, state, items, mask, cuts, priorities)
     if buffer.num_envs is None:
         items = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 1), items)
     ring, context = buffer.ring, context_of(buffer, state.writer)
@@ -122,6 +124,20 @@ def write(
         first_slot=plan.starts[0] if plan.consecutive else None,
     )
     return _indexed(buffer, context, state, writer, plan, items, incoming)
+
+
+def _write_row_by_row(buffer: Buffer, state: BufferState, *arguments: Any) -> BufferState:
+    """Writes T rows, the `arguments` of `write`, as T calls would (see `Sampler.row_by_row`)."""
+
+    def write_row(state: BufferState, row: tuple) -> tuple[BufferState, Any]:
+        after = write(buffer, state, *jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), row))
+        slots, storage = after.storage if buffer.storage.only_plans else (None, after.storage)
+        return after.replace(storage=storage), slots
+
+    after, slots = lax.scan(write_row, state, arguments)
+    if buffer.storage.only_plans:  # the plan of all rows; a later one may have an earlier's slot
+        after = after.replace(storage=(slots.reshape(-1, slots.shape[-1]), after.storage))
+    return after
 
 
 def _indexed(
@@ -428,8 +444,14 @@ def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> Buffe
 def target_slots(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array
 ) -> tuple[BufferState, jax.Array, jax.Array]:
-    """Returns the state, the slots `[B]`, and which of them still hold the drawn items, `[B]`."""
+    """Returns the state, the slots `[B]`, and which of them still hold the drawn items, `[B]`.
+
+    `where` is a sample, slots, or a mask of all slots, bool `[N]`.
+    """
     # Writes to the returned state wait for the reads of the sample.
+    if not isinstance(where, Sample) and where.dtype == jnp.bool_:
+        token = dependencies.zero_depending_on(state.writer)  # which waits for earlier draws
+        return state, jnp.arange(where.size, dtype=jnp.int32) + token, where
     if not isinstance(where, Sample):
         return state, where, jnp.ones(where.shape, jnp.bool_)
     # A slot that was overwritten, or emptied, since has another generation than the stamp.

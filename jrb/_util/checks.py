@@ -104,12 +104,12 @@ def indices(method: str, value: object) -> jax.Array:
     return jnp.asarray(array.astype(jnp.int32))
 
 
-def in_range(method: str, indices: jax.Array, size: int) -> None:
-    """Raises unless all indices are in [0, size); traced indices are not checked."""
+def in_range(method: str, indices: jax.Array, size: int, has_padding: bool = False) -> None:
+    """Raises unless all indices are in [0, size), or `size` for padding; skips traced ones."""
     if isinstance(indices, jax.core.Tracer):
         return
     slots = np.asarray(indices)
-    wrong = (slots < 0) | (slots >= size)
+    wrong = (slots < 0) | (slots >= size + has_padding)
     if wrong.any():
         raise ValueError(f"{method}: expected indices in [0, {size}), got {slots[wrong][0]}.")
 

@@ -104,7 +104,9 @@ def loop(
         if all(new <= old for new, old in zip(axes, current, strict=True)):
             break
         carry = jax.tree.unflatten(structure, map(compiling.vary, leaves, axes))
-    return lax.fori_loop(0, trips, body, carry, unroll=unroll)
+    # Under `jax.disable_jit`, JAX passes Python's integers.
+    step = lambda trip, carry: body(jnp.asarray(trip), carry)
+    return lax.fori_loop(0, trips, step, carry, unroll=unroll)
 
 
 @jax.custom_batching.custom_vmap

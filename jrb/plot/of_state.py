@@ -316,7 +316,7 @@ def priority_spread(raw: np.ndarray, masses: np.ndarray, axes: Axes, tone: Tone)
     axes.set_ylim(bottom=0.6)
     total = masses.sum(dtype=np.float64)
     if not total:
-        canvas.say(axes, tone, "No anchor has mass", "all are drawn alike")
+        canvas.say(axes, tone, "No anchor has mass", "nothing can be drawn")
         return
     count = -(-len(raw) // 100)
     top = np.partition(masses, len(raw) - count)[len(raw) - count :]

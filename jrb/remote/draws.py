@@ -46,16 +46,10 @@ def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[Any, ...]:
     return stats.mass, stats.min_mass, stats.num_anchors, context.held.size
 
 
-def masses(each: list[ShardFacts]) -> np.ndarray:
-    """Returns the mass of each shard, float64 `[S]`; its number of anchors if all masses are 0."""
-    every = np.array([one.mass for one in each], np.float64)
-    return every if every.sum() > 0 else np.array([one.anchors for one in each], np.float64)
-
-
 def ready(each: list[ShardFacts], min_size: int | None) -> bool:
-    """Returns True if all shards together hold `min_size` items and an anchor."""
+    """Returns True if all shards together hold `min_size` items, and an anchor with mass."""
     enough = min_size is None or sum(one.size for one in each) >= min_size
-    return enough and masses(each).sum() > 0
+    return enough and any(one.mass > 0 for one in each)
 
 
 def shares(each: list[ShardFacts], batch_size: int, seed: list[int]) -> list[int]:
@@ -64,7 +58,7 @@ def shares(each: list[ShardFacts], batch_size: int, seed: list[int]) -> list[int
     This is systematic sampling: the cumulative sums of B m_s / M are shifted by one uniform number
     and rounded down.
     """
-    every = masses(each)
+    every = np.array([one.mass for one in each], np.float64)
     reached = np.cumsum(every) / every.sum() * batch_size
     reached[-1] = batch_size
     ends = np.floor(reached + np.random.default_rng(seed).random()).astype(int)
@@ -79,7 +73,7 @@ def combine(
 
     Weights are (n P(i))^-beta over the n anchors of all shards, normalized as the sampler does.
     """
-    every = masses(each)
+    every = np.array([one.mass for one in each], np.float64)
     chances = every / every.sum()
     scaled = [
         part.replace(probabilities=part.probabilities * np.float32(chances[shard]))

@@ -5,7 +5,7 @@ L lanes, W environments in each, E = L W, T time.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,10 @@ class OneStream(Storage):
 
     inner: Any
     width: int
+
+    only_plans: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]
+        lambda self: self.inner.only_plans
+    )
 
     def init(self, context: Context, spec: Item) -> Any:
         """Returns the inner storage's empty state."""

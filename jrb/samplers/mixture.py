@@ -74,6 +74,9 @@ class Mixture(Sampler):
     consumes: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]
         lambda self: any(sampler.consumes for sampler in self.samplers)
     )
+    row_by_row: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]
+        lambda self: any(sampler.row_by_row for sampler in self.samplers)
+    )
 
     def __new__(cls, samplers: Any = (), shares: Any = (), count_draws: bool = False) -> Any:
         """Makes an instance of the class that has the contracts of these samplers."""

@@ -12,7 +12,7 @@ from jax import lax
 
 from jrb import sum_tree
 from jrb._util import checks, display, pytree
-from jrb._xla import dependencies, gather, random_bits
+from jrb._xla import dependencies, gather
 from jrb._xla.compiling import by_description
 from jrb.ring import Occupancy, Ring
 from jrb.sum_tree import Tree
@@ -43,6 +43,10 @@ class PrioritizedState(DrawCounts):
             none; None for units whose rows are anchors at once.
         masses: a sum-tree over (p + eps)^alpha, 0 for slots that are no anchors.
         smallest: a tree of minima over the positive masses; None unless `normalize="buffer"`.
+        largest: a tree of maxima over the priorities of anchors, 0 for other slots; None unless
+            `new_priority="largest_held"`.
+        largest_of_others: float32 `[]`, the greatest p that another shard held at the last draw, 0
+            for none; None if `largest` is None.
         highest: float32 `[]`, the greatest p seen so far, initially 1.
         alpha: float32 `[]`, the exponent of the priorities.
         refused: uint32 `[]`, the number of given priorities that were NaN, infinite or negative.
@@ -53,6 +57,8 @@ class PrioritizedState(DrawCounts):
     waiting: jax.Array | None = None
     masses: Tree
     smallest: Tree | None
+    largest: Tree | None = None
+    largest_of_others: jax.Array | None = None
     highest: jax.Array
     alpha: jax.Array
     refused: jax.Array
@@ -72,6 +78,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     The importance weights (N P(i))^-beta, over N anchors, correct the bias of these probabilities
     in a loss; they are divided by the largest one, so that they only scale down.
 
+    An anchor of mass 0 is never drawn: one that was dropped, or of priority 0 with `eps=0`. If no
+    anchor has mass, there is nothing to draw, as in an empty buffer.
+
     Attributes:
         alpha: how much priorities matter, at least 0; 0 is uniform. `set_alpha` changes it later.
         beta: how much of the bias is corrected, 1 for all; `sample(..., beta=)` takes a schedule.
@@ -79,8 +88,11 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         stratified: if True, one draw from each of B equal parts of the mass, for less variance.
         normalize: the divisor of the weights: "batch" for the largest in the batch, "buffer" for
             the largest that any anchor would get, None for no division.
-        new_priority: the priority p of new items: "max" for the largest seen so far (initially 1),
-            or a number. `add(..., priorities=)` passes one for each item.
+        new_priority: the priority p of new items: "max" for the largest seen so far (initially 1);
+            "largest_held" for the largest of the anchors held when the item enters, without those
+            that it overwrites, or 1 if none is above 0; or a number. `add(..., priorities=)` passes
+            one for each item. "largest_held" costs 4.6 bytes a slot and O(log N) an update, and
+            `extend` writes row by row.
         count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
 
     Reference: Schaul et al., 2016, "Prioritized experience replay", section 3.3 and 3.4.
@@ -101,9 +113,12 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     eps: float = 1e-6
     stratified: bool = True
     normalize: Literal["batch", "buffer"] | None = "batch"
-    new_priority: Literal["max"] | float = "max"
+    new_priority: Literal["max", "largest_held"] | float = "max"
     count_draws: bool = False
     takes_priorities: ClassVar[bool] = True
+    row_by_row: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]
+        lambda self: self.new_priority == "largest_held"
+    )
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "eps"):
@@ -117,17 +132,19 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             raise ValueError(
                 f"normalize: expected 'batch', 'buffer' or None, got {self.normalize!r}."
             )
-        if self.new_priority != "max":
-            _check_number("new_priority", self.new_priority, "'max' or ")
+        if self.new_priority not in ("max", "largest_held"):
+            _check_number("new_priority", self.new_priority, "'max', 'largest_held' or ")
         checks.flag("count_draws", self.count_draws)
 
     def init(self, ring: Ring) -> PrioritizedState:
         """Returns the state without anchors."""
-        is_buffer = self.normalize == "buffer"
+        is_buffer, is_held = self.normalize == "buffer", self.new_priority == "largest_held"
         return PrioritizedState(
             raw=jnp.full(ring.capacity, _NO_ANCHOR, jnp.float32),
             masses=sum_tree.neutral(ring.capacity, "sum"),
             smallest=sum_tree.neutral(ring.capacity, "min") if is_buffer else None,
+            largest=sum_tree.neutral(ring.capacity, "max") if is_held else None,
+            largest_of_others=jnp.zeros((), jnp.float32) if is_held else None,
             highest=jnp.ones((), jnp.float32),
             alpha=jnp.full((), self.alpha, jnp.float32),
             refused=jnp.zeros((), jnp.uint32),
@@ -144,11 +161,19 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         self, ring: Ring, state: PrioritizedState, change: AnchorUpdate, anchors: Anchors
     ) -> PrioritizedState:
         """Removes the masses of anchors that departed, then sets those of anchors that entered."""
-        state, new = self._entering(state, change)
         if change.expired is not None and change.most is None:
             state = _without_run(self, ring, state, change.expired)
             change = dataclasses.replace(change, expired=None)
         departed = change.departed_slots(ring)
+        if state.largest is not None:  # what is overwritten no longer counts
+            gone = jnp.concatenate([departed, change.entered])
+            largest = sum_tree.set_leaves(
+                state.largest, gone, jnp.minimum(gone, 0).astype(jnp.float32)
+            )
+            state = state.replace(largest=largest)
+        state, new = self._entering(state, change)
+        if state.largest is not None:  # its writes wait for the read of the default
+            departed = departed + dependencies.zero_depending_on(new)
         # Made from the slots, as writes of a constant would wait for nothing.
         none = jnp.minimum(departed.astype(jnp.float32), _NO_ANCHOR)
         # One scatter for both: those that depart first, as a slot may do both in one call.
@@ -165,7 +190,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     ) -> tuple[PrioritizedState, jax.Array]:
         """Returns the state, and the priorities of anchors that enter, float32 `[K]`."""
         incoming, waiting, own = change.incoming, state.waiting, None
-        default = state.highest if self.new_priority == "max" else self._fixed_priority()
+        default = self._default_priority(state)
         if incoming is not None and incoming.priorities is not None:
             good = _is_priority(incoming.priorities)
             own = jnp.where(good, incoming.priorities, _NO_ANCHOR)
@@ -199,9 +224,16 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         # Of `own < 0` and a default of 0 XLA makes a maximum, which flushes numbers below 2^-126.
         return state, jnp.where(own == _NO_ANCHOR, default, own)
 
-    def _fixed_priority(self) -> jax.Array:
+    def _default_priority(self, state: PrioritizedState) -> jax.Array:
+        """Returns the priority of new items that bring none, float32 `[]`."""
         number = self.new_priority
-        return jnp.float32(max(number, sum_tree.SMALLEST) if number else 0.0)
+        if number == "max":
+            return state.highest
+        if state.largest is None or state.largest_of_others is None:
+            return jnp.float32(max(number, sum_tree.SMALLEST) if number else 0.0)
+        largest = jnp.maximum(sum_tree.root(state.largest), state.largest_of_others)
+        # A default of 0 would leave a buffer of priorities 0 without mass for ever.
+        return jnp.where(largest > 0, largest, 1.0)
 
     def draw(
         self,
@@ -212,16 +244,10 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[PrioritizedState, Draw]:
-        """Draws by the sum-tree; if no anchor has mass, all are equally likely.
-
-        If there is no mass because anchors were dropped, nothing is drawn.
-        """
-        # The same random words serve the uniform draw: only one of the two is used.
-        words, slots, mass, total = sum_tree.draw(state.masses, key, batch_size, self.stratified)
+        """Draws by the sum-tree; if no anchor has mass, the batch is masked."""
+        _, slots, mass, total = sum_tree.draw(state.masses, key, batch_size, self.stratified)
         has_mass = total > 0
-        nothing = (anchors.count == 0) | (state.dropped & ~has_mass)
-        mask = jnp.broadcast_to(~nothing, (batch_size,))
-        alike = anchors.uniform_draw(random_bits.below(anchors.count, *words), mask, key)
+        mask = jnp.broadcast_to(has_mass, (batch_size,))
         # Equation 1: P(i) = m_i / M. Section 3.4: w_i = (N P(i))^-beta, over the largest of them:
         # N and M cancel, which leaves (m_i / m)^-beta for the divisor m.
         if self.normalize == "batch":
@@ -235,13 +261,13 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         log_ratio = jnp.log(jnp.where(has_mass, mass, 1.0)) - jnp.log(divisor)
         # At least 2^-126: a weight of 0 is for padding.
         weights = jnp.maximum(jnp.exp(-self.exponent(beta) * log_ratio), sum_tree.SMALLEST)
-        slots = jnp.where(has_mass, slots, alike.slots)
+        slots = jnp.where(has_mass, slots, 0)  # without mass, leaves have no meaning
         if self.normalize == "buffer":  # later writes wait for the read of the divisor
             slots = slots + dependencies.zero_depending_on(divisor)
         inverse = 1 / jnp.where(has_mass, total, 1.0)  # a quotient may be rounded in two ways
         return state, Draw(
             slots=slots,
-            probabilities=jnp.where(has_mass, mass * inverse, alike.probabilities),
+            probabilities=jnp.where(mask, mass * inverse, 0.0),
             weights=jnp.where(mask, weights, 0.0),
             mask=mask,
         )
@@ -251,8 +277,8 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         return jnp.asarray(self.beta if beta is None else beta, jnp.float32)
 
     def ready(self, state: PrioritizedState, anchors: Anchors, batch_size: int | None) -> jax.Array:
-        """Returns True if there is an anchor that was not dropped."""
-        return (anchors.count > 0) & (~state.dropped | (sum_tree.root(state.masses) > 0))
+        """Returns True if an anchor has mass."""
+        return sum_tree.root(state.masses) > 0
 
     def priorities(self, state: PrioritizedState) -> jax.Array:
         """Returns the priorities p of all slots, float32 `[N]`."""
@@ -351,7 +377,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         """Keeps the priorities of anchors that remain; others get that of new items. Costs O(N)."""
         none, waiting = jnp.full_like(state.raw, _NO_ANCHOR), state.waiting
         is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
-        fresh = state.highest if self.new_priority == "max" else self._fixed_priority()
+        if state.largest is not None:  # what is no longer an anchor no longer counts
+            state = self._put(state, jnp.where(is_anchor, state.raw, none), sum_tree.set_all)
+        fresh = self._default_priority(state)
         if waiting is not None:
             # A row that becomes an anchor by the edit brings the priority that came with it.
             fresh = jnp.where(waiting == _NO_ANCHOR, fresh, waiting)
@@ -362,31 +390,38 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def reset(self, ring: Ring, state: PrioritizedState, token: jax.Array) -> PrioritizedState:
         """Returns the state without anchors, except that alpha keeps its value."""
         clear = lambda raw: dependencies.overwrite(raw, _NO_ANCHOR, token)
-        smallest = state.smallest
+        clear_tree = lambda tree: None if tree is None else sum_tree.cleared(tree, token)
+        others = state.largest_of_others
         return state.replace(
             raw=clear(state.raw),
             waiting=None if state.waiting is None else clear(state.waiting),
             masses=sum_tree.cleared(state.masses, token),
-            smallest=None if smallest is None else sum_tree.cleared(smallest, token),
+            smallest=clear_tree(state.smallest),
+            largest=clear_tree(state.largest),
+            largest_of_others=None if others is None else jnp.zeros_like(others),
             highest=jnp.ones_like(state.highest),
             refused=jnp.zeros_like(state.refused),
             dropped=jnp.zeros_like(state.dropped),
         )
 
     def stats(self, ring: Ring, state: PrioritizedState, anchors: Anchors) -> ShardStats:
-        """Returns the roots of the trees, and the greatest priority seen."""
-        smallest = state.smallest
+        """Returns the roots of the trees, and the greatest priority seen, or held."""
+        smallest, largest = state.smallest, state.largest
         return ShardStats(
             num_anchors=anchors.count,
             mass=sum_tree.root(state.masses),
-            num_drawable=jnp.where(state.dropped, 0, anchors.count),
             min_mass=jnp.float32(sum_tree.LARGEST) if smallest is None else sum_tree.root(smallest),
-            max_priority=state.highest,
+            max_priority=state.highest if largest is None else sum_tree.root(largest),
         )
 
     def sync_shards(self, state: PrioritizedState, stats: ShardStats) -> PrioritizedState:
-        """Gives new items the greatest priority that any shard has seen."""
-        return state.replace(highest=jnp.max(stats.max_priority))
+        """Gives new items the greatest priority that any shard has seen, or holds."""
+        if state.largest is None:
+            return state.replace(highest=jnp.max(stats.max_priority))
+        # What other shards hold: all entries but one that equals this shard's own.
+        second, first = jnp.sort(jnp.append(stats.max_priority, 0.0))[-2:]
+        is_first = sum_tree.root(state.largest) == first
+        return state.replace(largest_of_others=jnp.where(is_first, second, first))
 
     def concat_shard_states(self, states: list[PrioritizedState]) -> PrioritizedState:
         """Returns all priorities in a row, the greatest priority, and the sum of refusals."""
@@ -429,11 +464,16 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             power = base**state.alpha * jnp.where(is_tiny, jnp.exp2(-126.0 * state.alpha), 1.0)
         mass = jnp.where(raw < 0, 0.0, sum_tree.bounded(state.masses, power, has_mass))
         state = state.replace(masses=put(state.masses, mass))
-        if state.smallest is None:
-            return state
-        # Slots without mass are neutral in a tree of minima.
-        least = jnp.where(mass > 0, mass, sum_tree.LARGEST)
-        return state.replace(smallest=put(state.smallest, least))
+        if state.smallest is not None:
+            # Slots without mass are neutral in a tree of minima.
+            least = jnp.where(mass > 0, mass, sum_tree.LARGEST)
+            state = state.replace(smallest=put(state.smallest, least))
+        if state.largest is not None:
+            greatest = jnp.where(sum_tree.is_positive(raw), jnp.maximum(raw, sum_tree.SMALLEST), 0)
+            # The statistics for other shards were read before.
+            greatest += dependencies.zero_depending_on(state.largest_of_others).astype(raw.dtype)
+            state = state.replace(largest=put(state.largest, greatest))
+        return state
 
 
 @by_description()

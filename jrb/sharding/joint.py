@@ -156,7 +156,7 @@ def draw(
     if own is not None:  # else the sampler has no weights, as each shard uses up its own anchors
         every = shards.all_gather(own)
         own_sampler: Any = part.sampler  # a ShardedSampler, as it has stats
-        # Five numbers a shard, in one message, make each draw a part of one from all shards.
+        # Four numbers a shard, in one message, make each draw a part of one from all shards.
         draws = weighted(own_sampler, draws, own, every, beta, shards)
         sync = lambda state, _: own_sampler.sync_shards(state, every)
         samplers = jax.vmap(sync)(samplers, shards.numbers)  # its state may have no arrays
@@ -189,7 +189,8 @@ def weighted(
 
     With P_i the probability of anchor i among the n anchors of all shards, M_s the mass of its
     shard and M that of all, its weight is (n P_i)^-beta S M_s / M, as each shard draws equally many
-    items, whatever its mass. A shard without mass is masked, and the others get larger weights.
+    items, whatever its mass. A shard without mass is masked, and the others get larger weights. If
+    no shard has mass, all are masked.
 
     Args:
         sampler: the sampler of a shard.
@@ -201,13 +202,10 @@ def weighted(
     """
     # Computed alike in every shard and on any number of devices: sums by pairs, one inverse.
     power, num_shards = sampler.exponent(beta), len(every.mass)
-    # While no anchor has mass, all that may be drawn are alike.
-    has_mass = jnp.max(every.mass) > 0
-    mass_of = lambda it: jnp.where(has_mass, it.mass, it.num_drawable.astype(jnp.float32))
     anchors = _pairwise_sum(every.num_anchors.astype(jnp.float32))
     # Multiplied by the inverse, as XLA may round one quotient in two ways in two programs.
-    inverse = 1 / jnp.maximum(_pairwise_sum(mass_of(every)), _TINY)
-    own_part, parts = mass_of(own) * inverse, mass_of(every) * inverse  # M_s / M
+    inverse = 1 / jnp.maximum(_pairwise_sum(every.mass), _TINY)
+    own_part, parts = own.mass * inverse, every.mass * inverse  # M_s / M
 
     relative = lambda probability: jnp.maximum(anchors * probability, _LEAST) ** -power
     probabilities = draws.probabilities * own_part[:, None]
@@ -218,8 +216,7 @@ def weighted(
         weights = weights * (1 / jnp.maximum(shards.max(jnp.where(mask, weights, 0.0)), _TINY))
     elif sampler.normalize == "buffer":
         # By the weight of the least likely anchor of any shard.
-        least = jnp.where(has_mass, every.min_mass * inverse, 1 / anchors)
-        greatest = num_shards * parts * relative(least)
+        greatest = num_shards * parts * relative(every.min_mass * inverse)
         weights = weights * (1 / jnp.max(jnp.where(parts > 0, greatest, _TINY)))
     return draws.replace(
         probabilities=jnp.where(mask, probabilities, 0.0),

@@ -96,7 +96,7 @@ class LocalShards:
         if self.axis is None:
             return stats
         leaves, structure = jax.tree.flatten(stats)
-        # All fields have 32 bits: as words they are sent in one message instead of five.
+        # All fields have 32 bits: as words they are sent in one message instead of four.
         words = jnp.stack([lax.bitcast_convert_type(leaf, jnp.int32) for leaf in leaves], axis=1)
         columns = lax.all_gather(words, self.axis, tiled=True).T
         pairs = zip(columns, leaves, strict=True)

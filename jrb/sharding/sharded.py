@@ -279,7 +279,8 @@ class Sharded:
             if not eager.is_traced(can_sample) and not can_sample:
                 raise ValueError(
                     f"sample: expected something to draw, got shards that hold {self.size(state)} "
-                    "transitions, of which none can be drawn. Add items first; can_sample tells."
+                    "transitions, of which none can be drawn. Add items first, or priorities above "
+                    "0; can_sample tells."
                 )
         returns = ("state" if in_program else "sampler") if moves else "sample"
         static = self.part, count // self.shards, self.buffer.min_size, self._origin, returns
@@ -337,7 +338,15 @@ class Sharded:
         return self._call("map", state, options=(function, batch_size))
 
     def drop(self, state: BufferState, where: Sample | jax.Array) -> Any:
-        """Excludes the anchors of a `Sample`, or at slots `[S, K]`: see `ReplayBuffer.drop`."""
+        """Excludes the anchors of a `Sample`, or at slots `[S, K]`: see `ReplayBuffer.drop`.
+
+        A mask is bool `[S, N / S]`.
+        """
+        self._check_state(state)
+        if isinstance(where, jax.Array | np.ndarray) and where.dtype == np.bool_:
+            # Inside a `jax.shard_map`, the state has the shards of one device only.
+            shape = *jnp.shape(state.edits), self.part.capacity
+            where = checks.mask("drop", where, shape, "which slots of each shard are dropped")
         return self._call("drop", state, (where, 0), splits=isinstance(where, Sample))
 
     def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:

@@ -402,13 +402,13 @@ class HostArrays(HostStorage):
     def put(self, state: PartState, planned: Any, items: Item) -> Any:
         """Writes items, leaves `[T, E, ...]` or `[T, ...]`, to the planned slots."""
         view, leaves = self.view(state), map(casting.raw, jax.tree.leaves(items))
-        slots, device_state = self.device_part.planned(planned)
+        slots, device_state = planned
         version = view.rows.put(view.version, slots, *leaves, patient=True)
         return self.combine(view.after(version), device_state)
 
     def moved(self, state: PartState, planned: Any) -> Any:
         """Returns the state with the device part's state from `planned`."""
-        return self.combine(self.view(state), self.device_part.planned(planned)[1])
+        return self.combine(self.view(state), planned[1])
 
     def put_values(
         self, state: PartState, device_state: PartState, slots: np.ndarray, values: Item
@@ -437,8 +437,7 @@ class HostArrays(HostStorage):
     ) -> tuple[Any, WritePlan]:
         """Writes to the device part and, by a callback, to the host."""
         view, before = self.view(state), self.device_state(state)
-        planned, plan = self.device_part.write(context, before, plan, items)
-        slots, device_state = self.device_part.planned(planned)
+        (slots, device_state), plan = self.device_part.write(context, before, plan, items)
         leaves = [lax.stop_gradient(casting.raw(leaf)) for leaf in jax.tree.leaves(items)]
         version = call(view.rows.put, VERSION, view.version, slots, *leaves)
         return self.combine(view.after(version), device_state), plan

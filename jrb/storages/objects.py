@@ -88,11 +88,9 @@ class ListStorage(HostStorage):
         """Returns a state without objects; older states keep theirs."""
         return Objects(shelf=Shelf(ring.capacity), version=0)
 
-    def put(
-        self, state: Objects, planned: jax.Array | np.ndarray, items: list[list[Any]]
-    ) -> Objects:
+    def put(self, state: Objects, planned: tuple[Any, None], items: list[list[Any]]) -> Objects:
         """Stores rows of objects at slots `[T, E]`; slots of N or more are skipped."""
-        shelf, slots = state.shelf, np.asarray(planned)
+        shelf, slots = state.shelf, np.asarray(planned[0])
         # Checked before anything is written, so that the newest state stays as it is.
         if state.version != shelf.writes:
             raise StaleError(
@@ -111,7 +109,7 @@ class ListStorage(HostStorage):
         self, state: Objects, device_state: None, slots: np.ndarray, values: list[Any]
     ) -> Objects:
         """Stores other objects at slots `[B]`; slots of N or more are skipped."""
-        return self.put(state, slots[None], [values])
+        return self.put(state, (slots[None], None), [values])
 
     def fetch(self, state: Objects, slots: jax.Array, places: Any) -> list[Any]:
         """Returns the objects at slots `[B]`."""

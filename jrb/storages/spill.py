@@ -99,16 +99,6 @@ class DeviceCache(DeviceProxy):
         every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=packed.is_column)
         return state.replace(items=every(put, state.items))
 
-    def planned(
-        self, plan: tuple[jax.Array, DeviceCacheState]
-    ) -> tuple[jax.Array, DeviceCacheState]:
-        """Returns the slots, and the cached rows."""
-        return plan
-
-    def slots_of(self, plan: tuple[jax.Array, DeviceCacheState]) -> tuple[jax.Array, None]:
-        """Returns the slots, without the cached rows."""
-        return plan[0], None
-
     def where(self, context: Context, state: DeviceCacheState, slots: jax.Array) -> Any:
         """Returns the offsets of slots in the cache, int32 `[...]`, and True for those cached."""
         ring, cache = context.ring, self.ring(context.ring)

@@ -275,14 +275,13 @@ class ShardStats(pytree.State):
         num_anchors: int32 `[]`, the number of anchors of the shard.
         mass: float32 `[]`, the sum of the masses of its anchors. The shard draws each anchor with
             probability anchor mass / `mass`; global probabilities and weights are computed from it.
-        num_drawable: int32 `[]`, the number of anchors that may be drawn while no shard has mass.
+            If all shards have mass 0, nothing is drawn.
         min_mass: float32 `[]`, the least positive mass of an anchor; infinite if it is unknown.
-        max_priority: float32 `[]`, the greatest priority that the shard has seen.
+        max_priority: float32 `[]`, the greatest priority that the shard has seen, or holds.
     """
 
     num_anchors: jax.Array
     mass: jax.Array
-    num_drawable: jax.Array
     min_mass: jax.Array
     max_priority: jax.Array
 
@@ -292,7 +291,6 @@ class ShardStats(pytree.State):
         return cls(
             num_anchors=anchors.count,
             mass=anchors.count.astype(jnp.float32),
-            num_drawable=anchors.count,
             min_mass=jnp.ones((), jnp.float32),
             max_priority=jnp.zeros((), jnp.float32),
         )

@@ -30,6 +30,8 @@ class Sampler(abc.ABC):
     Attributes:
         consumes: True if a draw changes which anchors later draws can return, as for a queue.
         prioritized: True for subclasses of `PrioritizedSampler`, and only for them.
+        row_by_row: True if what a written row does depends on the rows before it in one call: then
+            `on_write` is called for one row at a time.
         count_draws: if True, the engine counts how often each item is drawn, int32 `[N]`, in the
             sampler's state, which must be a `DrawCounts`. `Sample.info["draws"]`, int32 `[B]`, is
             the number of earlier draws of each item, and `jrb.stats` summarizes the draws of all
@@ -39,6 +41,7 @@ class Sampler(abc.ABC):
 
     consumes: ClassVar[bool] = False
     prioritized: ClassVar[bool] = False
+    row_by_row: ClassVar[bool] = False
     count_draws: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:

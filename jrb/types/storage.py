@@ -18,11 +18,14 @@ class Storage(abc.ABC):
 
     Attributes:
         of_objects: True if items are Python objects instead of arrays.
+        only_plans: True for the `device_part` of a storage on the host, whose `write` returns the
+            slots, int32 `[T, E]`, and its state.
         unbound: the names of fields on which no state depends, such as a path; a saved buffer may
             be loaded with other values of them.
     """
 
     of_objects: ClassVar[bool] = False
+    only_plans: ClassVar[bool] = False
     unbound: ClassVar[tuple[str, ...]] = ()
 
     @property

@@ -165,6 +165,20 @@ def test_pairs_cross_the_ends_of_episodes():
     assert (np.asarray(pair.second["t"]) == np.asarray(pair.first["t"]) + 1).all()
 
 
+def test_priorities_of_0_leave_nothing_to_sample():
+    buffer = fbx.make_prioritised_item_buffer(8, 2, 4)
+    state = buffer.init(EXAMPLE)
+    for seed in range(3):
+        state = buffer.add(state, batch_of(seed))
+    none = buffer.set_priorities(state, jnp.arange(3), jnp.zeros(3))
+    assert buffer.can_sample(state) and not buffer.can_sample(none)
+    with pytest.raises(ValueError, match="finds no mass"):
+        buffer.sample(none, jax.random.key(0))
+    assert not jax.jit(buffer.sample)(none, jax.random.key(0)).probabilities.any()
+    some = buffer.set_priorities(none, jnp.array([1]), jnp.array([0.5]))
+    assert set(buffer.sample(some, jax.random.key(0)).indices.tolist()) == {1}
+
+
 def test_a_queue_gives_each_step_once():
     queue = fbx.make_trajectory_queue(6, ENVS, 2, 2)
     state, total = queue.init({"t": jnp.int32(0)}), []

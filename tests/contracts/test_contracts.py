@@ -345,6 +345,30 @@ def _unordered(state, found):
     return found.replace(weights=found.weights + state.raw[0])
 
 
+@pytest.mark.parametrize("alpha", [60.0, 0.7])
+def test_ranks_without_mass_are_not_drawn(alpha):
+    """Of rank 5 and 60, 5^-60 is 0 in float32."""
+    buffer, state = filled(8, sampler=RankBased(alpha=alpha))
+    state = buffer.update_priority(state, jnp.arange(8), 8.0 - jnp.arange(8.0))
+    batch = buffer.sample(state, KEY, 5000)
+    assert (batch.probabilities > 0).all() and jnp.isfinite(batch.weights).all()
+    assert set(np.unique(batch.indices)) == (set(range(8)) if alpha < 1 else {0})
+
+
+def test_weights_of_one_are_told_of_normalize():
+    unit_weights = lambda self, *args: _unweighted(*RankBased().draw(*args))
+    sampler = broken(draw=unit_weights, normalize=None, exponent=lambda self, beta: jnp.float32(0))
+    buffer = jrb.ReplayBuffer(64, num_envs=2, batch_size=8, sampler=sampler)
+    with pytest.raises(AssertionError, match="for weights of 1: normalize='batch' in the class"):
+        testing.check_options(buffer, EXAMPLE)
+    sampler = broken(draw=unit_weights, exponent=lambda self, beta: jnp.float32(0))
+    testing.check_options(dataclasses.replace(buffer, sampler=sampler), EXAMPLE)
+
+
+def _unweighted(state, found):
+    return state, found.replace(weights=found.mask.astype(jnp.float32))
+
+
 def _large(state, found):
     large = materialize(lambda: jnp.sort(jnp.tile(-state.raw[:, None], 24), axis=0)[0, 0])
     return found.replace(slots=found.slots + jnp.minimum(jnp.abs(large), 0).astype(jnp.int32))

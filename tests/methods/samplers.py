@@ -96,12 +96,15 @@ class Priorities(Alike):
 
     def learn(self, rows, anchors):
         """Sets the priorities of rows that are new anchors, and clears those of other rows."""
-        here = set(anchors)
+        here, default = set(anchors), self.highest
+        if self.sampler.new_priority == "largest_held":
+            stay = [row.priority for row in anchors if row.priority is not None]
+            default = max([priority for priority in stay if priority > 0], default=np.float32(1))
         for row in rows:
             if row not in here:
                 row.priority = None
             elif row.priority is None:
-                row.priority = row.given if is_priority(row.given) else self.highest
+                row.priority = row.given if is_priority(row.given) else default
                 row.given = None
 
     def changed(self, before, after, names=None, lanes=False):

@@ -27,6 +27,7 @@ ONCE = jrb.DeviceStorage(share_next_observations=True, terminal_capacity=8)
 LANES, FULL = jrb.PerEnvironment(), jrb.BlockWhenFull()
 BEST = jrb.MaxValue(("next", "reward"))
 COUNTED = jrb.Prioritized(count_draws=True)
+HELD = jrb.Prioritized(new_priority="largest_held")
 UNSHUFFLED = jrb.WithoutReplacement(shuffle=False, uses=2)
 
 
@@ -73,6 +74,10 @@ CASES = [
     Case("hindsight", UNSHUFFLED, storage=ONCE),
     Case("whole episodes", jrb.Newest(0.4), envs=1),
     Case("stacked windows", jrb.Newest(count=3, count_draws=True)),
+    Case("transition", HELD, envs=1),
+    Case("strict n-step", HELD, LANES),
+    Case("windows", HELD, storage=ONCE),
+    Case("whole episodes", HELD),
 ]
 
 

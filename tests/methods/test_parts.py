@@ -20,16 +20,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.Priority
 E, ROWS, PROGRAMS = 2, 3, 60
 MEMMAP, SPILL = jrb.MemmapStorage(None), jrb.SpillStorage(None, 2 * E)
 COUNTED = jrb.Prioritized(count_draws=True)
+HELD = jrb.Prioritized(new_priority="largest_held")
 IN_ORDER = jrb.WithoutReplacement(shuffle=False, count_draws=True)
 ARRAYS = [
-    ("strict n-step", jrb.Prioritized(), jrb.RoundRobin(), MEMMAP),
+    ("strict n-step", HELD, jrb.RoundRobin(), MEMMAP),
+    ("transition", HELD, jrb.RoundRobin(), SPILL),
     ("transition", jrb.Queue(), jrb.BlockWhenFull(), SPILL),
     ("windows of a period", COUNTED, jrb.PerEnvironment(), MEMMAP),
     ("stacks", jrb.Newest(count=2), jrb.ReadOnly(), SPILL),
     ("transition", jrb.Uniform(False), jrb.MaxValue(("next", "reward")), MEMMAP),
 ]
 OBJECTS = [
-    ("transition", jrb.Prioritized(), jrb.RoundRobin(), jrb.ListStorage()),
+    ("transition", HELD, jrb.RoundRobin(), jrb.ListStorage()),
     ("transition", jrb.Queue(count_draws=True), jrb.BlockWhenFull(), jrb.ListStorage()),
     ("transition", IN_ORDER, jrb.PerEnvironment(), jrb.ListStorage()),
     ("transition", jrb.Uniform(), jrb.Reservoir(0), jrb.ListStorage()),

@@ -30,11 +30,12 @@ def test_shares_are_the_masses_in_the_mean():
     np.testing.assert_allclose(given.mean(axis=0), exact, atol=0.05)
 
 
-def test_without_masses_the_numbers_of_anchors_count():
-    each = [ShardFacts(0.0, np.inf, 3, 3), ShardFacts(0.0, np.inf, 5, 6)]
-    assert drawing.masses(each).tolist() == [3, 5]
-    assert drawing.ready(each, 9) and not drawing.ready(each, 10)
-    assert not drawing.ready([ShardFacts(0.0, np.inf, 0, 2)], None)
+def test_shards_without_mass_have_nothing_to_draw():
+    none = [ShardFacts(0.0, np.inf, 3, 3), ShardFacts(0.0, np.inf, 5, 6)]
+    assert not drawing.ready(none, None)
+    some = [none[0], ShardFacts(2.0, 0.5, 5, 6)]
+    assert drawing.ready(some, 9) and not drawing.ready(some, 10)
+    assert drawing.shares(some, 8, [0, 1]) == [0, 8]
 
 
 def part(slots, likely):

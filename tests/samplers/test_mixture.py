@@ -130,6 +130,19 @@ def test_a_mixture_is_ready_when_all_of_it_is():
         buffer.draw(buffer.empty(state), jax.random.key(0))
 
 
+def test_a_sampler_without_mass_masks_its_part_of_a_batch():
+    buffer, state = filled(WEIGHED, count=5)
+    state = buffer.update_priority(state, jnp.arange(5), jnp.zeros(5))
+    assert not buffer.can_sample(state)
+    for sample in (
+        buffer.sample(state, jax.random.key(0)),
+        jax.jit(buffer.sample)(state, jax.random.key(1)),
+    ):
+        first = np.asarray(sample.info["sampler"]) == 0
+        assert np.array_equal(sample.mask, ~first)
+        assert np.array_equal(sample.weights, np.where(first, 0.0, 1.0))
+
+
 def test_draws_of_all_samplers_are_counted():
     buffer, state = filled(dataclasses.replace(PLAIN, count_draws=True))
     total = np.zeros(N, int)

@@ -157,13 +157,45 @@ def test_prioritized_draws_follow_the_priorities(capacity, stratified):
     np.testing.assert_allclose(sample.probabilities, share[sample.indices], rtol=1e-5)
 
 
-def test_zero_priorities_are_drawn_uniformly_among_what_is_held():
+NOTHING = [  # the priorities of four items, and how many of them are dropped first
+    (0.0, 0),
+    (0.0, 3),
+    (2.0, 4),
+]
+
+
+@pytest.mark.parametrize(("priority", "dropped"), NOTHING)
+@pytest.mark.parametrize("normalize", ["batch", "buffer", None])
+def test_without_mass_there_is_nothing_to_draw(normalize, priority, dropped):
+    sampler = jrb.Prioritized(alpha=0.7, eps=0.0, normalize=normalize)
+    buffer, state = filled(sampler, 4, 6)
+    state = buffer.drop(priorities(buffer, state, [priority] * 4), np.arange(dropped))
+    assert not buffer.can_sample(state)
+    with pytest.raises(ValueError, match="in which Prioritized finds no mass: give priorities"):
+        buffer.sample(state, KEY)
+    other = buffer.init(jnp.int32(0))
+    other = buffer.add(other, jnp.int32(7))
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), state, other)
+    batch = jax.jit(jax.vmap(buffer.sample, (0, None)))(both, KEY)
+    assert not batch.mask[0].any() and batch.mask[1].all()
+    assert not batch.weights[0].any() and not batch.probabilities[0].any()
+    assert batch.weights[1].tolist() == batch.probabilities[1].tolist() == [1.0] * 4
+    after = buffer.update_priority(state, jax.tree.map(lambda leaf: leaf[0], batch), jnp.ones(4))
+    assert not buffer.can_sample(after)  # masked entries are no anchors to update
+    state = buffer.add(state, jnp.int32(9))
+    assert buffer.sample(state, KEY).data.tolist() == [9] * 4
+
+
+def test_what_has_no_mass_is_not_drawn_beside_what_has_some():
     buffer, state = filled(jrb.Prioritized(eps=0.0), 20, 30)
-    state = priorities(buffer, state, np.zeros(20))
-    assert fits(counts(buffer, state), np.arange(30) < 20)
-    sample = buffer.sample(state, KEY)
-    np.testing.assert_allclose(sample.probabilities, 1 / 20)
-    np.testing.assert_allclose(sample.weights, 1)
+    state = priorities(buffer, state, np.arange(20) % 4)
+    assert fits(counts(buffer, state), np.where(np.arange(30) < 20, np.arange(30) % 4, 0) ** 0.6)
+
+
+def test_alpha_0_draws_anchors_of_priority_0():
+    buffer, state = filled(jrb.Prioritized(alpha=0.0, eps=0.0), 3, 4, batch_size=64)
+    state = priorities(buffer, state, np.zeros(3))
+    assert set(buffer.sample(state, KEY).indices.tolist()) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -226,6 +258,60 @@ def test_new_items_enter_with_their_priority(rule, raw):
     state = priorities(buffer, state, [0.5, 0.25, 0.5])
     state = buffer.extend(state, jnp.arange(2, dtype=jnp.int32))
     assert state.sampler.raw.tolist() == raw
+
+
+HELD = jrb.Prioritized(new_priority="largest_held", eps=0.0)
+
+
+@pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")
+@pytest.mark.parametrize("envs", [1, 2])
+@pytest.mark.parametrize("sampler", [HELD, jrb.Mixture((HELD, jrb.Prioritized()), (0.5, 0.5))])
+def test_new_items_get_the_largest_priority_that_is_held(sampler, envs):
+    """Random programs against a list of priorities, one for each slot."""
+    rows, rng = 5, np.random.default_rng(envs)
+    buffer = jrb.ReplayBuffer(rows * envs, envs, batch_size=4, sampler=sampler)
+    methods = jrb.jitted(buffer)
+    state, want, at = methods.init(jnp.int32(0)), np.full((rows, envs), -1, np.float32), 0
+    for _ in range(60):
+        what = rng.choice(["extend", "update", "drop", "empty"], p=[0.5, 0.3, 0.15, 0.05])
+        if what == "extend":
+            given = rng.exponential(size=(rng.choice([1, 3, 7]), envs)).astype(np.float32)
+            given[rng.random(given.shape) < 0.6] = np.nan
+            state = methods.extend(state, np.zeros(given.shape, np.int32), priorities=given)
+            for row in given:  # what is overwritten no longer counts
+                want[at] = -1
+                largest = want.max() if want.max() > 0 else 1
+                want[at] = np.where(np.isnan(row), largest, row)
+                at = (at + 1) % rows
+        elif what == "empty":
+            state, at = methods.empty(state), 0
+            want[:] = -1
+        else:
+            slots = rng.choice(rows * envs, 2, replace=False)
+            held = slots[want.flat[slots] >= 0]
+            new = rng.choice([0, 0.5, 1e6], 2) if what == "update" else np.full(2, -2)
+            if what == "update":
+                state = methods.update_priority(state, slots, new.astype(np.float32))
+            else:
+                state = methods.drop(state, slots)
+            want.flat[held] = new[want.flat[slots] >= 0]
+        assert buffer.priorities(state).tolist() == want.reshape(-1).tolist()
+    assert int(jrb.stats(buffer, state)["size"]) == (want != -1).sum()
+
+
+def test_the_largest_held_priority_outlives_a_save_and_a_rebuild(tmp_path):
+    buffer, state = filled(HELD, 3, 4)
+    example = jax.ShapeDtypeStruct((), jnp.int32)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == buffer.nbytes(example)
+    state = priorities(buffer, state, [9, 0.5, 0.25])
+    state = buffer.drop(state, np.array([0]))
+    jrb.save(tmp_path, buffer, state)
+    loaded, back = jrb.load(tmp_path)
+    assert loaded == buffer
+    larger = jrb.ReplayBuffer(7, batch_size=4, sampler=HELD)
+    for one, held in ((loaded, back), (larger, jrb.rebuild(buffer, state, larger))):
+        held = one.add(held, jnp.int32(3))
+        assert one.priorities(held)[:4].tolist() == [-2, 0.5, 0.25, 0.5]
 
 
 def test_a_priority_that_another_one_of_the_batch_replaced_was_seen():
