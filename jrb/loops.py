@@ -322,11 +322,8 @@ def _without_data(name: str, where: Any) -> Any:
 
 def _key_or_seed(key: Any) -> Any:
     """Returns a key as it is, and an integer as uint32 for `_seeded`."""
-    if isinstance(key, int | np.integer) and not isinstance(key, bool):
-        if not 0 <= key < 2**32:
-            raise ValueError(f"key: expected a key, or a seed from 0 to 2**32 - 1, got {key}.")
-        return np.uint32(key)
-    return copy_array(key)
+    seed = checks.seed(key)
+    return copy_array(key) if seed is None else seed
 
 
 def _seeded(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -317,6 +317,18 @@ def check_not_deleted(states: Any) -> None:
         raise DonatedError(_DONATED)
 
 
+def check_outside_jit(who: str, *values: Any) -> None:
+    """Raises `TypeError` inside `jit`, `vmap` and `scan`, also if these values are not traced."""
+    # Inside `jit`, an array that is made is traced, whatever it is made from.
+    leaves = jax.tree.leaves((values, jnp.zeros(())))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise TypeError(
+            f"{who}: expected a state with values, got a traced one. Call it outside jit, with the "
+            "state that the jitted function returns. Inside jit, sample and draw work, in a "
+            "jax.lax.scan over keys for several batches."
+        )
+
+
 class CopyWarning(UserWarning):
     """A write outside `jit` copies the buffer, as its state was not donated."""
 

@@ -61,6 +61,23 @@ def key(value: Leaf) -> None:
         )
 
 
+def seed(value: Leaf) -> np.uint32 | None:
+    """Returns an integer that is given in place of a key as uint32; None for anything else."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        return None
+    if not 0 <= value < 2**32:
+        raise ValueError(f"key: expected a key, or a seed from 0 to 2**32 - 1, got {value}.")
+    return np.uint32(value)
+
+
+def key_or_seed(value: Leaf) -> jax.Array:
+    """Returns a single PRNG key, or makes the one of an integer; raises for anything else."""
+    number = seed(value)
+    value = value if number is None else jax.random.key(number)
+    key(value)
+    return value
+
+
 @functools.lru_cache
 def _old_style_shape(implementation: str) -> tuple[int, ...]:
     """Returns the shape of an old-style key, which is an array of uint32."""
