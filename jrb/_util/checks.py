@@ -209,6 +209,19 @@ def write_mask(
     return mask(method, value, each, "which items are written")
 
 
+def given_mask(method: str, value: Any, axes: int) -> None:
+    """Raises unless a mask is given for each environment: it must have this number of axes."""
+    if value is None or jnp.ndim(value) < axes:
+        got = "none" if value is None else f"shape {jnp.shape(value)}"
+        raise TypeError(
+            f"{method}: mask: expected one flag for each environment, as the buffer has "
+            f"requires_mask=True, got {got}. The step after an end of an episode is a reset, no "
+            "transition (gymnasium's NEXT_STEP mode): pass mask=~ended, with ended = terminated | "
+            "truncated of the step before. Vectors with autoreset_mode=AutoresetMode.SAME_STEP, or "
+            "buffers with requires_mask=False, take all steps."
+        )
+
+
 def together(name: str, writer: Any) -> None:
     """Raises if the writer may write one environment without the others."""
     if writer.per_env:
