@@ -131,8 +131,7 @@ def from_gymnasium(
         >>> state, ended = methods.init(example), np.zeros(4, bool)
         >>> observation, _ = envs.reset(seed=0)
         >>> for _ in range(20):
-        ...     action = envs.action_space.sample()
-        ...     stepped = envs.step(action)
+        ...     stepped = envs.step(action := envs.action_space.sample())
         ...     row = jrb.transition(observation, action, *stepped)
         ...     state = methods.add(state, row, mask=~ended)
         ...     observation, ended = stepped[0], stepped[2] | stepped[3]
@@ -142,9 +141,9 @@ def from_gymnasium(
     observation = _zeros_of_space(getattr(env, f"{vector}observation_space"), "observation")
     action = _zeros_of_space(getattr(env, f"{vector}action_space"), "action")
     defaults: dict[str, Any] = {"num_envs": num_envs, "cast": True}
-    if _resets_in_next_step(env):
-        writer = {} if num_envs is None else {"writer": PerEnvironment()}
-        defaults |= {"requires_mask": True, **writer}
+    if _resets_in_next_step(env, num_envs is not None):
+        defaults["requires_mask"] = True
+        defaults |= {} if num_envs is None else {"writer": PerEnvironment()}
     example = transition(
         observation, action, observation, jnp.zeros(()), jnp.zeros((), bool), jnp.zeros((), bool)
     )
@@ -152,16 +151,16 @@ def from_gymnasium(
     return ReplayBuffer.rounded(capacity, **defaults | options), example | dict(extra or {})
 
 
-def _resets_in_next_step(env: Any) -> bool:
+def _resets_in_next_step(env: Any, is_vector: bool) -> bool:
     """Returns True if the step after an end resets the environment, or if a vector may do so."""
-    if getattr(env, "num_envs", None) is None:  # only in a wrapper, which does not say so
+    if not is_vector:  # only a wrapper does so
         while env is not None and type(env).__name__ != "Autoreset":
             env = getattr(env, "env", None)
         return env is not None
-    # The metadata of all vectors of one class of environments may be one dict, with the mode of
-    # the vector that was made last: the attribute comes first.
-    metadata = getattr(env, "metadata", None) or {}
-    mode = getattr(getattr(env, "unwrapped", env), "autoreset_mode", metadata.get("autoreset_mode"))
+    # Vectors of one class of environments share one dict of metadata, which has the mode of the
+    # vector that was made last: the attribute comes first.
+    mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
+    mode = getattr(getattr(env, "unwrapped", env), "autoreset_mode", mode)
     # Versions of gymnasium spell it as an enum, its name or its value.
     return str(getattr(mode, "name", mode)).upper().replace("_", "") in ("NONE", "NEXTSTEP")
 

@@ -181,14 +181,10 @@ class _Recoverable:
         """Returns the newest state, also if an interrupt kept it from being assigned.
 
         An interrupt (Ctrl-C) of a method that changes a state is raised when the method has
-        finished. The new state is then held until the next call of such a method. Otherwise no
-        state is held: after an interrupt between two calls it is in your variable, or in one of an
-        interrupted function, where it is found while the exception exists, as in an `except` block
-        or the next cell of a notebook. Only calls in the main thread count, which gets all
-        interrupts.
-
-        Returns:
-            The state; for a mix, the tuple of states.
+        finished. The new state, or tuple of states of a mix, is then held until the next such call.
+        Otherwise none is held: after an interrupt between two calls it is in your variable, or in
+        one of an interrupted function, while the exception exists: in an `except` block, or the
+        next cell of a notebook. Only the main thread counts, which gets all interrupts.
 
         Raises:
             ValueError: no method has returned a state, or nothing refers to it any more.
@@ -301,7 +297,7 @@ def _caller(
     """
     preparers: dict[str, Callable[[Any], Any]] = {
         "batch_size": _size,
-        "key": _key_or_seed,
+        "key": lambda key: copy_array(checks.seed_or_key(key)),
         "sample": functools.partial(_without_data, name),
         "sample_or_indices": functools.partial(_without_data, name),
         "where": functools.partial(_without_data, name),
@@ -343,16 +339,12 @@ def _finish_despite_interrupts(
 ) -> Callable[..., Any]:
     """Wraps a method that changes a state so that an interrupt (SIGINT) waits for its result.
 
-    Python handles signals in the main thread, between two instructions, or where a C function asks
-    for it, as JAX does when it makes the results of a program. An exception that is raised there
-    drops the results, after the arguments were donated. So the handler is exchanged during a call,
-    and the original one is called at the end, when the result is in a local variable.
-
-    From then on, signals are handled after a call of a C function, at a backward jump, and at the
-    start of a function. To return to a Python function is none of these: the caller stores the
-    result before. But in Python 3.11, C makes the call `add(*args)`: then the result is held until
-    the donated state is dropped, which is where the caller's variable is assigned.
-    `tests/interrupts.py` checks both.
+    JAX handles signals when it makes the results of a program: an exception raised there drops
+    them, after the arguments were donated. So the handler is exchanged during a call, and the
+    original one is called at the end, when the result is in a local variable. From there on, Python
+    handles signals only after calls of C, at backward jumps, and where functions start: the caller
+    stores the result before. But in Python 3.11, C makes the call `add(*args)`: then the result is
+    held until the donated state is dropped, where the caller's variable is assigned.
     """
     has_sample, is_mix, ref = name == "draw", isinstance(self, JittedMix), weakref.ref
 
@@ -366,7 +358,8 @@ def _finish_despite_interrupts(
             nonlocal is_interrupted
             is_second, is_interrupted = is_interrupted, True
             # Compiling may take minutes; nothing is donated before it ends.
-            if is_second and not is_over and not _is_donated(state):
+            arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+            if is_second and not is_over and not any(array.is_deleted() for array in arrays):
                 handler(number, frame)
 
         try:
@@ -398,11 +391,6 @@ def _finish_despite_interrupts(
     return called
 
 
-def _is_donated(states: Any) -> bool:
-    """Returns True if an array of the states was donated."""
-    return any(it.is_deleted() for it in jax.tree.leaves(states) if isinstance(it, jax.Array))
-
-
 def _by_position(
     title: str, names: list[str], defaults: dict[str, Any], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
@@ -430,12 +418,6 @@ def _without_data(name: str, where: Any) -> Any:
         return checks.indices(name, where)
     where = where.replace(data=None)
     return copy_arrays(where) if isinstance(where.stamp, np.ndarray) else where
-
-
-def _key_or_seed(key: Any) -> Any:
-    """Returns a key as it is, and an integer as uint32 for `_seeded`."""
-    seed = checks.seed(key)
-    return copy_array(key) if seed is None else seed
 
 
 def _seeded(method: Callable[..., Any]) -> Callable[..., Any]:

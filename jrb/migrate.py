@@ -101,7 +101,7 @@ def rebuild(
 
 
 def writable(buffer: Buffer) -> Any:
-    """Returns the description for filling a buffer: without `ReadOnly`, and without need of a mask."""
+    """Returns the description for filling a buffer: without `ReadOnly`, and no mask is required."""
     return dataclasses.replace(buffer, writer=buffer.writer.writable(), requires_mask=False)
 
 

@@ -1,8 +1,8 @@
-"""Scenarios for `Ctrl-C` at random moments of saving, prefetching, recording, copying and loops.
+"""Scenarios for `Ctrl-C` at random moments of saving, prefetching, recording and loops.
 
 Run as a script with a folder, the number of interrupts, a seed, and names of scenarios; prints the
 results as JSON. The handler of a system timer sends SIGINT, as `Ctrl-C` does: `KeyboardInterrupt`
-can come between any two Python instructions, in jrb or in other libraries. A scenario recovers inside
+can come between any two Python instructions, in jrb or in other libraries. A scenario recovers in
 the exception handler, as users do: the interrupted frames and their objects are still alive there.
 """
 
@@ -208,7 +208,7 @@ def prefetch_draws(attack, path):
 
 
 def loop(attack, path):
-    """Calls the methods that donate a state: the state before or after a call is always to be had."""
+    """Calls methods that donate a state: that before or after a call is always to be had."""
     methods, states, calls = _donating(path)
     size = lambda kind: int(np.sum(methods[kind].size(states[kind])))
     numbers = itertools.count()
@@ -276,7 +276,6 @@ def _donating(path):
         calls += [(kind, it[0], [rows] if it[0] == "extend" else list(it[1:])) for it in own]
         calls += [(kind, "add", [item])] * 2
     return methods, states, calls
-
 
 
 def halved(items):

@@ -242,10 +242,9 @@ class DonatedError(ValueError):
 
 _DONATED = (
     "expected arrays that are there, got some that were donated, or deleted. Go on with the state "
-    "that came back from the call to which the old one was donated. If an interrupt or an error "
-    "came between, and the call was one of methods = jrb.jitted(buffer): methods.recover() returns "
-    "it. What a jax.jit of your own got and did not return is lost: go on from the last "
-    "checkpoint, and keep states that interrupts may reach in loops over jrb.jitted."
+    "that came back from the call to which the old one was donated. After an interrupt of a method "
+    "of methods = jrb.jitted(buffer), methods.recover() returns it. What a jax.jit of your own got "
+    "and did not return is lost: go on from a checkpoint; methods of jrb.jitted lose nothing."
 )
 
 

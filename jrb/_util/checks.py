@@ -61,19 +61,19 @@ def key(value: Leaf) -> None:
         )
 
 
-def seed(value: Leaf) -> np.uint32 | None:
-    """Returns an integer that is given in place of a key as uint32; None for anything else."""
+def seed_or_key(value: Leaf) -> Leaf:
+    """Returns an integer, a seed in place of a key, as uint32; and anything else as it is."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        return None
+        return value
     if not 0 <= value < 2**32:
         raise ValueError(f"key: expected a key, or a seed from 0 to 2**32 - 1, got {value}.")
     return np.uint32(value)
 
 
 def key_or_seed(value: Leaf) -> jax.Array:
-    """Returns a single PRNG key, or makes the one of an integer; raises for anything else."""
-    number = seed(value)
-    value = value if number is None else jax.random.key(number)
+    """Returns a single PRNG key: the given one, or that of an integer; raises for anything else."""
+    value = seed_or_key(value)
+    value = jax.random.key(value) if isinstance(value, np.uint32) else value
     key(value)
     return value
 
