@@ -1,6 +1,9 @@
 """Epochs and prefetching: exactly the expected draws, neither more nor fewer."""
 
+import contextlib
 import gc
+import importlib
+import inspect
 import itertools
 import subprocess
 import sys
@@ -353,6 +356,40 @@ def test_iterators_need_a_key_and_take_an_integer_for_one():
                 make(wrong)
         with pytest.raises(ValueError, match="a seed from 0"):
             make(-1)
+
+
+def public_functions():
+    """Yields all public functions and methods by their dotted names."""
+    names = (
+        "checkpoint",
+        "compat.flashbax",
+        "samplers",
+        "datasets",
+        "interop",
+        "plot",
+        "remote",
+        "testing",
+    )
+    modules = [jrb, *(importlib.import_module(f"jrb.{name}") for name in names)]
+    for module in modules:
+        for name in getattr(module, "__all__", [it for it in dir(module) if it[0] != "_"]):
+            entry = getattr(module, name)
+            members = vars(entry) if inspect.isclass(entry) else {"": entry}
+            for member, function in members.items():
+                if callable(function) and not member.startswith("_"):
+                    yield f"{module.__name__}.{name}.{member}", function
+
+
+def test_no_function_that_draws_has_a_default_key():
+    keyed = {}
+    for name, function in public_functions():
+        with contextlib.suppress(TypeError, ValueError):
+            parameters = inspect.signature(function).parameters
+            for key in {"key", "rng", "rng_key"} & set(parameters):
+                keyed[name] = parameters[key]
+    assert {"jrb.steps.", "jrb.epochs.", "jrb.plot.draws.", "jrb.ReplayBuffer.draw"} <= set(keyed)
+    defaults = {name for name, each in keyed.items() if each.default is not each.empty}
+    assert defaults == {"jrb.prefetch."}  # for iterables only: it raises for buffers
 
 
 def test_iterators_inside_jit_say_so():
