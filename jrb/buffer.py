@@ -5,7 +5,7 @@ import functools
 import operator
 from collections.abc import Callable
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,27 @@ from jrb.types import Item, OrderedSampler, PrioritizedSampler, Sampler, Storage
 from jrb.types.parts import check_part
 from jrb.units import Transition
 from jrb.writers import RoundRobin
+
+
+class BufferParts(TypedDict, total=False):
+    """Further arguments of `ReplayBuffer`, for functions that make one: all but its size."""
+
+    batch_size: int | None
+    sampler: Sampler
+    unit: Unit
+    writer: Writer
+    storage: Storage
+    transforms: tuple[Any, ...]
+    keys: Keys
+    min_size: int | None
+    cast: bool
+    requires_mask: bool
+
+
+class BufferOptions(BufferParts, total=False):
+    """Further arguments of `ReplayBuffer`, for functions that choose its capacity only."""
+
+    num_envs: int | None
 
 
 @pytree.component
@@ -57,6 +78,8 @@ class ReplayBuffer:
         cast: if True, items of other dtypes are converted to the stored ones: NumPy's float64 and
             int64 to the dtype that JAX keeps (an integer that does not fit is an error), floats to
             floats, integers to larger ones, and bool to integer to float. If False, they raise.
+        requires_mask: if True, `add` and `extend` raise without a mask of each environment. Use it
+            if some steps of an environment are no transitions, as `from_gymnasium` does.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -78,6 +101,7 @@ class ReplayBuffer:
     keys: Keys = TED
     min_size: int | None = None
     cast: bool = False
+    requires_mask: bool = False
 
     if not TYPE_CHECKING:  # or every misspelt name would have a type
         __getattr__ = wording.refuse_attribute
@@ -104,6 +128,7 @@ class ReplayBuffer:
         if self.num_envs is not None:
             checks.multiple(self.capacity, self.num_envs)
         checks.flag("cast", self.cast)
+        checks.flag("requires_mask", self.requires_mask)
         if not isinstance(self.keys, Keys):
             raise TypeError(f"keys: expected jrb.Keys(...), got {self.keys!r}.")
         if not isinstance(self.transforms, tuple) or not all(
@@ -131,7 +156,9 @@ class ReplayBuffer:
         transforming.check(self.transforms, self.storage)
 
     @classmethod
-    def rounded(cls, capacity: int, num_envs: int | None = None, **parts: Any) -> Self:
+    def rounded(
+        cls, capacity: int, num_envs: int | None = None, **parts: Unpack[BufferParts]
+    ) -> Self:
         """Returns a buffer of at most this capacity, rounded down to a multiple of `num_envs`.
 
         Use this for capacities from a configuration that are not multiples of `num_envs`.
@@ -214,7 +241,8 @@ class ReplayBuffer:
             item: leaves `[E, ...]`, or `[...]` without `num_envs`.
             mask: bool `[]`; if it is False, nothing is written. None writes. Under `vmap`, each
                 buffer has its own mask, where a `lax.cond` around the call would copy the ring.
-                With `writer=jrb.PerEnvironment()` also `[E]`, one for each environment.
+                With `writer=jrb.PerEnvironment()` also `[E]`, one for each environment. A buffer
+                with `requires_mask=True` takes no other, and not None.
             priorities: real `[E]`, or `[]` without `num_envs`, used as float32: the priorities that
                 these transitions get when they become anchors, at once or when their unit is
                 complete. None for the priority of new items. A priority that is NaN, infinite or
@@ -223,8 +251,8 @@ class ReplayBuffer:
 
         Raises:
             ValueError: the item has another structure or shape than the example.
-            TypeError: the item has another dtype than the example, the mask is not bool, or the
-                sampler takes no priorities.
+            TypeError: the item has another dtype than the example, the mask is not bool or missing,
+                or the sampler takes no priorities.
         """
         return self._write("add", state, item, mask, priorities)
 
@@ -275,6 +303,8 @@ class ReplayBuffer:
                 f"added, got {type(self.sampler).__name__}. Build the buffer with "
                 "sampler=jrb.Prioritized()."
             )
+        if self.requires_mask:
+            checks.given_mask(method, mask, len(lead) + (not is_add))
         # `extend` takes a sequence of rows of objects, which is checked where it is written.
         if self.storage.of_objects and not is_add:
             return eager.write_objects(self, state, items, mask, method, priorities, donate)
@@ -852,7 +882,11 @@ def check_single(buffer: object, who: str) -> None:
 
 
 def from_items(
-    data: Item, *, capacity: int | None = None, num_envs: int | None = None, **parts: Any
+    data: Item,
+    *,
+    capacity: int | None = None,
+    num_envs: int | None = None,
+    **parts: Unpack[BufferParts],
 ) -> tuple[ReplayBuffer, BufferState]:
     """Returns a buffer that holds these items, and its state.
 
@@ -897,7 +931,8 @@ def from_items(
     size = length * (num_envs or 1) if capacity is None else capacity
     buffer = ReplayBuffer(capacity=size, num_envs=num_envs, **parts)
     # A read-only buffer is filled with the writer inside `ReadOnly`, which has the same states.
-    target = dataclasses.replace(buffer, writer=buffer.writer.writable())
+    writer = buffer.writer.writable()
+    target = dataclasses.replace(buffer, writer=writer, requires_mask=False)
     if of_objects:
         return buffer, target.extend(target.init(None), data)
     lead = buffer._lead()

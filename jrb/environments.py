@@ -4,13 +4,13 @@ E environments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb.buffer import ReplayBuffer
+from jrb.buffer import BufferOptions, ReplayBuffer
 from jrb.types import Item
 from jrb.writers import PerEnvironment
 
@@ -37,7 +37,8 @@ def transition(
     reset in the step in which an episode ends return the first observation of the next episode; the
     last one of the old episode is then taken from `info`: `final_obs` (gymnasium, `SAME_STEP`) or
     `final_observation` (gymnax). With gymnasium's `NEXT_STEP`, the step after an end is no
-    transition: pass `mask=~ended` to `add`, where `ended` are the flags of the step before. With
+    transition, and nothing in it says so: pass `mask=~ended` to `add`, where `ended` are the flags
+    of the step before. Buffers that `from_gymnasium` makes for such environments require it. With
     `DISABLED`, and with a single environment, you reset environments yourself.
 
     `observation` must have the values from before the step. Environments that write into the same
@@ -94,14 +95,19 @@ def _last_observation(observation: Item, info: Any) -> Item:
 
 
 def from_gymnasium(
-    env: Any, capacity: int, *, extra: Item | None = None, **options: Any
+    env: Any, capacity: int, *, extra: Item | None = None, **options: Unpack[BufferOptions]
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
     """Returns a buffer for a gymnasium environment, or a vector of E of them, and an example item.
 
     `num_envs` and the leaves come from the environment; float64 and int64 are converted
-    (`cast=True`). If a vector of environments resets in the step after an end (`NEXT_STEP`,
-    gymnasium's default), the writer is `PerEnvironment()`, so that these steps can be masked out of
-    single environments; see `transition`.
+    (`cast=True`).
+
+    If a vector of environments resets in the step after an end (`NEXT_STEP`, gymnasium's default),
+    or does not say when, that step is no transition. The writer is then `PerEnvironment()`, and the
+    buffer has `requires_mask=True`: `add` and `extend` raise without `mask=~ended`, bool `[E]`,
+    with `ended = terminated | truncated` of the step before. A single environment in gymnasium's
+    wrapper `Autoreset` is the same, with a mask `[]`. With `AutoresetMode.SAME_STEP` or `DISABLED`,
+    every step is stored. If you know better, pass `requires_mask=False`.
 
     Args:
         env: a `gymnasium.Env` or `gymnasium.vector.VectorEnv`.
@@ -116,28 +122,47 @@ def from_gymnasium(
         TypeError: the elements of a space are not arrays, such as those of `Text` or `Graph`.
 
     Example:
-        >>> import gymnasium, jrb
+        >>> import gymnasium, jrb, numpy as np
         >>> envs = gymnasium.make_vec("CartPole-v1", num_envs=4)
         >>> buffer, example = jrb.from_gymnasium(envs, 10_000, batch_size=32)
-        >>> state = jrb.jitted(buffer).init(example)
-        >>> buffer.num_envs, buffer.writer, example["observation"].shape
-        (4, PerEnvironment(), (4,))
+        >>> buffer.num_envs, buffer.writer, buffer.requires_mask
+        (4, PerEnvironment(), True)
+        >>> methods = jrb.jitted(buffer)
+        >>> state, ended = methods.init(example), np.zeros(4, bool)
+        >>> observation, _ = envs.reset(seed=0)
+        >>> for _ in range(20):
+        ...     stepped = envs.step(action := envs.action_space.sample())
+        ...     row = jrb.transition(observation, action, *stepped)
+        ...     state = methods.add(state, row, mask=~ended)
+        ...     observation, ended = stepped[0], stepped[2] | stepped[3]
     """
     num_envs = getattr(env, "num_envs", None)
     vector = "" if num_envs is None else "single_"
     observation = _zeros_of_space(getattr(env, f"{vector}observation_space"), "observation")
     action = _zeros_of_space(getattr(env, f"{vector}action_space"), "action")
-    if num_envs is not None:
-        mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
-        # Versions of gymnasium spell it as an enum, its name or its value.
-        if str(getattr(mode, "name", mode)).upper().replace("_", "") in ("NONE", "NEXTSTEP"):
-            options = {"writer": PerEnvironment()} | options
+    defaults: dict[str, Any] = {"num_envs": num_envs, "cast": True}
+    if _resets_in_next_step(env, num_envs is not None):
+        defaults["requires_mask"] = True
+        defaults |= {} if num_envs is None else {"writer": PerEnvironment()}
     example = transition(
         observation, action, observation, jnp.zeros(()), jnp.zeros((), bool), jnp.zeros((), bool)
     )
     # What the user says comes last, and wins.
-    options = {"num_envs": num_envs, "cast": True} | options
-    return ReplayBuffer.rounded(capacity, **options), example | dict(extra or {})
+    return ReplayBuffer.rounded(capacity, **defaults | options), example | dict(extra or {})
+
+
+def _resets_in_next_step(env: Any, is_vector: bool) -> bool:
+    """Returns True if the step after an end resets the environment, or if a vector may do so."""
+    if not is_vector:  # only a wrapper does so
+        while env is not None and type(env).__name__ != "Autoreset":
+            env = getattr(env, "env", None)
+        return env is not None
+    # Vectors of one class of environments share one dict of metadata, which has the mode of the
+    # vector that was made last: the attribute comes first.
+    mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
+    mode = getattr(getattr(env, "unwrapped", env), "autoreset_mode", mode)
+    # Versions of gymnasium spell it as an enum, its name or its value.
+    return str(getattr(mode, "name", mode)).upper().replace("_", "") in ("NONE", "NEXTSTEP")
 
 
 def _zeros_of_space(space: Any, path: str) -> Item:
@@ -158,7 +183,12 @@ def _zeros_of_space(space: Any, path: str) -> Item:
 
 
 def from_gymnax(
-    env: Any, env_params: Any, capacity: int, *, extra: Item | None = None, **options: Any
+    env: Any,
+    env_params: Any,
+    capacity: int,
+    *,
+    extra: Item | None = None,
+    **options: Unpack[BufferOptions],
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
     """Returns a buffer for a gymnax environment, and an example item.
 
@@ -200,7 +230,7 @@ def from_gymnax(
 
 
 def from_brax(
-    env: Any, capacity: int, *, extra: Item | None = None, **options: Any
+    env: Any, capacity: int, *, extra: Item | None = None, **options: Unpack[BufferOptions]
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
     """Returns a buffer for a brax or MuJoCo Playground environment, and an example item.
 
@@ -240,14 +270,14 @@ def from_brax(
         own = rows["next"]["truncated"].shape
     except (TypeError, ValueError, IndexError):
         rows, own = _spec(item, keys), ()
-    options = ({"num_envs": own[0]} if own else {}) | options
+    defaults: dict[str, Any] = {"num_envs": own[0]} if own else {}
     axes = len(rows["next"]["truncated"].shape)
     spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), rows)
-    return _described(spec, capacity, extra, **options)
+    return _described(spec, capacity, extra, **defaults | options)
 
 
 def from_jaxmarl(
-    env: Any, capacity: int, *, extra: Item | None = None, **options: Any
+    env: Any, capacity: int, *, extra: Item | None = None, **options: Unpack[BufferOptions]
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
     """Returns a buffer for a JaxMARL environment, and an example item.
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jrb._core.steps import context_of
-from jrb._core.validate import DonatedError, check_not_deleted
+from jrb._core.validate import DonatedError, check_not_deleted, check_outside_jit
 from jrb._store.errors import StaleError
 from jrb._store.threads import Worker
 from jrb._util import checks
@@ -49,7 +49,7 @@ class Epochs:
 def epochs(
     buffer: ReplayBuffer,
     state: BufferState,
-    key: jax.Array,
+    key: jax.Array | int,
     batch_size: int | None = None,
     n_epochs: int = 1,
     drop_last: bool = False,
@@ -59,7 +59,7 @@ def epochs(
     Args:
         buffer: the description. Its unit decides which data are drawn: a transition, a window, ...
         state: is only read; do not donate it before the last batch.
-        key: a PRNG key. It is consumed.
+        key: a PRNG key, which is consumed; or an integer, for `jax.random.key` of it.
         batch_size: B; None for the buffer's.
         n_epochs: the number of epochs.
         drop_last: if True, the last batch of an epoch is left out if it is short. Otherwise it is
@@ -69,6 +69,7 @@ def epochs(
         An iterable of batches of type `Sample`, with a `len`.
 
     Raises:
+        TypeError: it is called inside `jit`, or the key is none.
         ValueError: there are too few anchors for a batch, or no batch size is given.
 
     Example:
@@ -80,6 +81,7 @@ def epochs(
         (3, [0, 1, 2, 3, 4, 5, 6])
     """
     check_single(buffer, "epochs")
+    check_outside_jit("epochs", state, key)
     if not isinstance(state, BufferState):
         raise TypeError(f"epochs: expected a state of the buffer, got {type(state).__name__}.")
     batch_size = buffer.batch_size if batch_size is None else batch_size
@@ -88,7 +90,7 @@ def epochs(
     checks.count("batch_size", batch_size)
     checks.count("n_epochs", n_epochs)
     checks.flag("drop_last", drop_last)
-    checks.key(key)
+    key = checks.key_or_seed(key)
     sampler, origin = WithoutReplacement(drop_last=drop_last), origin_of(buffer)
     buffer = dataclasses.replace(buffer, sampler=sampler, batch_size=batch_size)
     # The sampler is another one, so that epochs do not depend on the buffer's own.
@@ -109,7 +111,7 @@ def epochs(
 def steps(
     buffer: ReplayBuffer,
     state: BufferState,
-    key: jax.Array | None = None,
+    key: jax.Array | int,
     *,
     n_epochs: int | None = None,
     max_iter: int | None = None,
@@ -120,7 +122,8 @@ def steps(
     Args:
         buffer: the description.
         state: is only read; do not donate it before the last batch.
-        key: a PRNG key, which is consumed; None for `jax.random.key(0)`.
+        key: a PRNG key, which is consumed; or an integer, for `jax.random.key` of it. Two calls
+            with one key and one state give the same batches.
         n_epochs: the number of passes over all anchors, without replacement, as in `epochs`; None
             for draws of the buffer's own sampler.
         max_iter: the largest number of batches; None for no limit but that of the epochs.
@@ -130,17 +133,19 @@ def steps(
         An iterator over batches of type `Sample`; endless without `n_epochs` and `max_iter`.
 
     Raises:
+        TypeError: it is called inside `jit`, or the key is none.
         ValueError: there is nothing to draw, or no batch size is given.
 
     Example:
-        >>> import jax.numpy as jnp, jrb
-        >>> buffer, state = jrb.from_items({"x": jnp.arange(7)})
-        >>> [batch.data["x"].size for batch in jrb.steps(buffer, state, max_iter=3, batch_size=4)]
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer, state = jrb.from_items({"x": jnp.arange(7)}, batch_size=4)
+        >>> [batch.data["x"].size for batch in jrb.steps(buffer, state, 0, max_iter=3)]
         [4, 4, 4]
-        >>> len(list(jrb.steps(buffer, state, n_epochs=2, batch_size=4)))
+        >>> len(list(jrb.steps(buffer, state, jax.random.key(1), n_epochs=2)))
         4
     """
-    key = jax.random.key(0) if key is None else key
+    check_outside_jit("steps", state, key)
+    key = checks.key_or_seed(key)
     if max_iter is not None:
         checks.count("max_iter", max_iter)
     if n_epochs is not None:
@@ -314,7 +319,7 @@ def _draw_newest(
 def prefetch(
     buffer: ReplayBuffer | Mix | Iterable[Any],
     state_or_fn: Any = None,
-    key: jax.Array | None = None,
+    key: jax.Array | int | None = None,
     depth: int = 2,
     *,
     device: Device = None,
@@ -335,7 +340,8 @@ def prefetch(
             that state is donated before the draw ends, as by `jrb.jitted`, or its rows on the host
             are overwritten, the function is called again, for a second at most. States on several
             devices must not be donated before a draw ends.
-        key: a PRNG key. It is consumed.
+        key: a PRNG key, which is consumed; or an integer, for `jax.random.key` of it. None only
+            with an iterable.
         depth: the number of batches that are drawn ahead, at least 1.
         device: a device or a sharding that the batches are copied to; None for where they are.
 
@@ -359,10 +365,9 @@ def prefetch(
             f"prefetch: expected a ReplayBuffer, a Mix, a Sharded or an iterable of batches, got "
             f"{type(buffer).__name__}. The order is prefetch(buffer, state, key)."
         )
-    if iterator is None:
-        checks.key(key)
+    check_outside_jit("prefetch", state_or_fn, key)
     source: Any = buffer
-    root: Any = key
+    root: Any = None if iterator is not None else checks.key_or_seed(key)
     states: list[Any] = [state_or_fn]
 
     def draw(number: int, is_open: Callable[[], bool]) -> Any:

@@ -1,7 +1,11 @@
 """Compiled methods of a buffer that write in place, for loops in Python."""
 
+import dis
 import functools
 import inspect
+import sys
+import weakref
+from _signal import SIGINT, getsignal, signal  # those of `signal` make enums, which takes 4 us
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
@@ -10,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core.validate import explained, on_host, warn_of_refused
+from jrb._core.validate import check_not_deleted, explained, on_host, warn_of_refused
 from jrb._util import casting, checks
 from jrb._util.casting import copy_array, copy_arrays
 from jrb._xla import compiling
@@ -41,11 +45,15 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
     `methods.sample(state, 7)` returns what `jax.random.key(7)` gives, and the key is made inside
     the compiled call.
 
+    An interrupt (Ctrl-C) waits until a method that changes a state has returned, as the state that
+    was passed is gone. The assignment `state = methods.add(state, item)` may not happen any more:
+    `methods.recover()` returns the newest state.
+
     Args:
         buffer: a `ReplayBuffer`, a `Mix` or a `Sharded`.
 
     Returns:
-        An object with the methods of the buffer.
+        An object with the methods of the buffer, and `recover`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -162,7 +170,37 @@ else:
     _BufferMethods = _MixMethods = object
 
 
-class Jitted(_BufferMethods):
+class _Recoverable:
+    """Finds the newest state that its methods returned, and holds it only after an interrupt."""
+
+    def __init__(self) -> None:
+        self._newest: list[weakref.ref] = []  # the newest state, or the states of a mix
+        self._held: dict[Any, Any] = {}  # the same, if it is held
+
+    def recover(self) -> Any:
+        """Returns the newest state, also if an interrupt kept it from being assigned.
+
+        An interrupt (Ctrl-C) of a method that changes a state is raised when the method has
+        finished. The new state, or tuple of states of a mix, is then held until the next such call.
+        Otherwise none is held: after an interrupt between two calls it is in your variable, or in
+        one of an interrupted function, while the exception exists: in an `except` block, or the
+        next cell of a notebook. Only the main thread counts, which gets all interrupts.
+
+        Raises:
+            ValueError: no method has returned a state, or nothing refers to it any more.
+            DonatedError: the newest state was donated to a function of your own.
+        """
+        states = tuple([newest() for newest in self._newest])
+        if not states or any(state is None or _is_traced(state) for state in states):
+            raise ValueError(
+                "recover: expected a state that a method returned and that is still referred to, "
+                "found none: only that of an interrupted method is held. Load the last checkpoint."
+            )
+        check_not_deleted(states)
+        return states if isinstance(self, JittedMix) else states[0]
+
+
+class Jitted(_Recoverable, _BufferMethods):
     """The compiled methods of a buffer, with its arguments and results; made by `jitted`.
 
     Attributes:
@@ -170,11 +208,12 @@ class Jitted(_BufferMethods):
     """
 
     def __init__(self, buffer: ReplayBuffer | Sharded) -> None:
+        super().__init__()
         self.buffer: Any = buffer
         _bind(self, buffer, _METHODS)
 
 
-class JittedMix(_MixMethods):
+class JittedMix(_Recoverable, _MixMethods):
     """The compiled methods of a mix, with its arguments and results; made by `jitted`.
 
     Attributes:
@@ -182,6 +221,7 @@ class JittedMix(_MixMethods):
     """
 
     def __init__(self, mix: Mix) -> None:
+        super().__init__()
         self.mix: Mix = mix
         _bind(self, mix, _MIX_METHODS)
 
@@ -212,6 +252,7 @@ _MIX_METHODS = {
     "size": _reads_numbers,
     "can_sample": _reads_numbers,
 }
+_CALL_FUNCTION_EX = dis.opmap["CALL_FUNCTION_EX"] if sys.version_info < (3, 12) else None
 _STATIC = ("batch_size", "function", "n")  # the names of arguments that are no arrays
 
 
@@ -236,7 +277,9 @@ def _bind(self: Any, buffer: Any, compilers: dict[str, Callable[..., Any]]) -> N
         static = tuple(1 + i for i, each in enumerate(parameters) if each.name in _STATIC)
         method = _seeded(method) if any(each.name == "key" for each in parameters) else method
         run = explained(method if is_on_host else compilers[name](method, static))
-        vars(self)[name] = _caller(self, buffer, name, run, parameters) if parameters else run
+        run = _caller(self, buffer, name, run, parameters) if parameters else run
+        changes_state = compilers[name] not in (_reads_numbers, _gathers)
+        vars(self)[name] = _finish_despite_interrupts(self, name, run) if changes_state else run
     for name in {"init", "nbytes", "take"} & set(dir(type(buffer))):
         vars(self)[name] = getattr(buffer, name)
 
@@ -254,7 +297,7 @@ def _caller(
     """
     preparers: dict[str, Callable[[Any], Any]] = {
         "batch_size": _size,
-        "key": _key_or_seed,
+        "key": lambda key: copy_array(checks.seed_or_key(key)),
         "sample": functools.partial(_without_data, name),
         "sample_or_indices": functools.partial(_without_data, name),
         "where": functools.partial(_without_data, name),
@@ -285,7 +328,64 @@ def _caller(
         result = run(state, *args)
         # Looks for NaN while XLA computes: before the call, this would add 12 us.
         if has_priorities and isinstance(args[-1], np.ndarray):
-            warn_of_refused(buffer, name, args[-1], depth=3)
+            warn_of_refused(buffer, name, args[-1], depth=4)
+        return result
+
+    return called
+
+
+def _finish_despite_interrupts(
+    self: _Recoverable, name: str, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wraps a method that changes a state so that an interrupt (SIGINT) waits for its result.
+
+    JAX handles signals when it makes the results of a program: an exception raised there drops
+    them, after the arguments were donated. So the handler is exchanged during a call, and the
+    original one is called at the end, when the result is in a local variable. From there on, Python
+    handles signals only after calls of C, at backward jumps, and where functions start: the caller
+    stores the result before. But in Python 3.11, C makes the call `add(*args)`: then the result is
+    held until the donated state is dropped, where the caller's variable is assigned.
+    """
+    has_sample, is_mix, ref = name == "draw", isinstance(self, JittedMix), weakref.ref
+
+    def called(state: Any, *args: Any, **kwargs: Any) -> Any:
+        handler = getsignal(SIGINT)
+        if not callable(handler):  # the system's default, an ignored signal, or a handler in C
+            return method(state, *args, **kwargs)
+        is_over, is_interrupted, newest = False, False, None
+
+        def wait(number: int, frame: Any) -> None:
+            nonlocal is_interrupted
+            is_second, is_interrupted = is_interrupted, True
+            # Compiling may take minutes; nothing is donated before it ends.
+            arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+            if is_second and not is_over and not any(array.is_deleted() for array in arrays):
+                handler(number, frame)
+
+        try:
+            signal(SIGINT, wait)
+        except ValueError:  # in another thread, which handles no signals
+            return method(state, *args, **kwargs)
+        try:
+            try:
+                result = method(state, *args, **kwargs)
+                newest = result[0] if has_sample else result
+                self._newest = list(map(ref, newest)) if is_mix else [ref(newest)]
+                if self._held:
+                    self._held.clear()
+                caller = sys._getframe(1)
+                if caller.f_code.co_code[caller.f_lasti] == _CALL_FUNCTION_EX:
+                    self._held[ref(state[0] if is_mix else state, self._held.pop)] = newest
+            finally:
+                is_over = True
+                signal(SIGINT, handler)
+                if is_interrupted:
+                    handler(SIGINT, sys._getframe())
+        except BaseException as error:
+            if newest is not None:
+                self._held = {None: newest}
+                error.add_note("The method had finished: its recover() returns the new state.")
+            raise
         return result
 
     return called
@@ -319,15 +419,6 @@ def _without_data(name: str, where: Any) -> Any:
         return slots if slots.dtype == np.bool_ else checks.indices(name, slots)
     where = where.replace(data=None)
     return copy_arrays(where) if isinstance(where.stamp, np.ndarray) else where
-
-
-def _key_or_seed(key: Any) -> Any:
-    """Returns a key as it is, and an integer as uint32 for `_seeded`."""
-    if isinstance(key, int | np.integer) and not isinstance(key, bool):
-        if not 0 <= key < 2**32:
-            raise ValueError(f"key: expected a key, or a seed from 0 to 2**32 - 1, got {key}.")
-        return np.uint32(key)
-    return copy_array(key)
 
 
 def _seeded(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -101,8 +101,8 @@ def rebuild(
 
 
 def writable(buffer: Buffer) -> Any:
-    """Returns the description without `ReadOnly`, for filling a buffer that is only read later."""
-    return dataclasses.replace(buffer, writer=buffer.writer.writable())
+    """Returns the description for filling a buffer: without `ReadOnly`, and no mask is required."""
+    return dataclasses.replace(buffer, writer=buffer.writer.writable(), requires_mask=False)
 
 
 def replay_target(buffer: Buffer) -> Any:
@@ -112,7 +112,7 @@ def replay_target(buffer: Buffer) -> Any:
     """
     if buffer.writer.is_chronological:
         return writable(buffer)
-    return dataclasses.replace(buffer, num_envs=None)
+    return dataclasses.replace(buffer, num_envs=None, requires_mask=False)
 
 
 def pieces(order: np.ndarray, row_bytes: int) -> Iterator[np.ndarray]:

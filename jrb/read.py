@@ -65,11 +65,7 @@ def _check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
     """Raises unless `state` is a single state of this buffer with values, not traced."""
     check_single(buffer, who)
     validate.check_state(buffer, state)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
-        raise TypeError(
-            f"{who}: expected a state with values, got a traced one. Call it outside jit, with the "
-            "state that the jitted function returns."
-        )
+    validate.check_outside_jit(who, state)
 
 
 def taken(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Any:

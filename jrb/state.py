@@ -139,7 +139,7 @@ def origin_of(buffer: "Buffer") -> str:
     compared by their names: all lambdas that one function makes are equal.
     """
     # Without the fields that affect neither the content of a slot nor which slots are drawn.
-    left_out = ("batch_size", "transforms", "storage", "min_size", "cast")
+    left_out = ("batch_size", "transforms", "storage", "min_size", "cast", "requires_mask")
     names = [field.name for field in dataclasses.fields(buffer) if field.name not in left_out]
     values = tuple(getattr(buffer, name) for name in names)
     # A digest, as the text of a description may have thousands of characters.

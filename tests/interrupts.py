@@ -1,11 +1,12 @@
-"""Scenarios for `Ctrl-C` at random moments of saving, prefetching, recording and copying.
+"""Scenarios for `Ctrl-C` at random moments of saving, prefetching, recording and loops.
 
 Run as a script with a folder, the number of interrupts, a seed, and names of scenarios; prints the
-results as JSON. A system timer sends a signal whose handler raises `KeyboardInterrupt`, which can
-come between any two Python instructions, in jrb or in other libraries. A scenario recovers inside
+results as JSON. The handler of a system timer sends SIGINT, as `Ctrl-C` does: `KeyboardInterrupt`
+can come between any two Python instructions, in jrb or in other libraries. A scenario recovers in
 the exception handler, as users do: the interrupted frames and their objects are still alive there.
 """
 
+import dataclasses
 import faulthandler
 import functools
 import itertools
@@ -42,11 +43,12 @@ class Attack:
         self.rng, self.most, self.count, self.errors = random.Random(seed), most, 0, []
         self._is_armed, self._longest = False, {}
         signal.signal(signal.SIGALRM, self._strike)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _strike(self, *_):
         if self._is_armed:
             self._is_armed = False
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     @property
     def is_on(self):
@@ -203,6 +205,87 @@ def prefetch_draws(attack, path):
 
     while attack.is_on:
         attack("loop", loop)
+
+
+def loop(attack, path):
+    """Calls methods that donate a state: that before or after a call is always to be had."""
+    methods, states, calls = _donating(path)
+    size = lambda kind: int(np.sum(methods[kind].size(states[kind])))
+    numbers = itertools.count()
+    while attack.is_on:
+        kind, name, args = attack.rng.choice(calls)
+        before, with_sample = size(kind), name == "draw"
+        if with_sample and not np.all(methods[kind].can_sample(states[kind])):
+            continue
+
+        def direct(kind=kind, name=name, args=args, with_sample=with_sample):
+            method, state = getattr(methods[kind], name), states[kind]
+            if with_sample:
+                state, _ = method(state, args[0])
+            elif not args:
+                state = method(state)
+            elif len(args) == 1:
+                state = method(state, args[0])
+            else:
+                state = method(state, args[0], args[1])
+            states[kind] = state
+
+        def unpacked(kind=kind, name=name, args=args, with_sample=with_sample):
+            result = getattr(methods[kind], name)(states[kind], *args)
+            states[kind] = result[0] if with_sample else result
+
+        def after(kind=kind):
+            try:
+                states[kind] = methods[kind].recover()
+            except ValueError as error:
+                if not usable(states[kind]):
+                    attack.check(False, kind, name, error)  # noqa: B023
+
+        attack(f"{kind} {name}", direct if next(numbers) % 2 else unpacked, after)
+        attack.check(usable(states[kind]), kind, name, "donated")
+        expected = {"add": before + 1, "extend": before + 3, "empty": 0}.get(name, before)
+        attack.check(size(kind) in (before, min(expected, 32)), kind, name, before, size(kind))
+        if kind == "memmap":  # only the newest state can be read
+            jrb.items(methods[kind].buffer, states[kind])
+
+
+def _donating(path):
+    """Returns methods and states by kind of buffer, and calls: a kind, a method, arguments."""
+    buffer = jrb.ReplayBuffer(32, batch_size=4, sampler=jrb.Prioritized())
+    memmap = dataclasses.replace(buffer, storage=jrb.MemmapStorage(os.path.join(path, "rows")))
+    objects = dataclasses.replace(buffer, storage=jrb.ListStorage())
+    mix = jrb.Mix((buffer, dataclasses.replace(buffer, capacity=16)), (0.5, 0.5), batch_size=4)
+    buffers = {"device": buffer, "memmap": memmap, "objects": objects}
+    buffers |= {"sharded": jrb.Sharded(buffer, 1), "mix": mix}
+    item, slots = {"x": np.float32(3)}, np.array([0, 1])
+    items, priorities = {"x": np.arange(3, dtype=np.float32)}, np.array([2.0, 5.0], np.float32)
+    changes = [("add", item), ("extend", items), ("draw", 3), ("truncate",), ("empty",)]
+    changes += [("update_priority", slots, priorities), ("drop", slots), ("set_alpha", 0.5)]
+    edits = [("set", slots, {"x": priorities}), ("map", halved)]
+    methods = {kind: jrb.jitted(each) for kind, each in buffers.items()}
+    states, calls = {}, []
+    for kind, each in methods.items():
+        if kind == "mix":
+            states[kind] = tuple(jrb.jitted(it).extend(it.init(item), items) for it in mix.buffers)
+            calls += [(kind, "draw", [5])] * 3
+            continue
+        example = None if kind == "objects" else item
+        rows = [item] * 3 if kind == "objects" else items
+        states[kind] = each.extend(each.init(example), rows)
+        own = [it for it in changes + edits * (kind != "objects") if hasattr(each, it[0])]
+        calls += [(kind, it[0], [rows] if it[0] == "extend" else list(it[1:])) for it in own]
+        calls += [(kind, "add", [item])] * 2
+    return methods, states, calls
+
+
+def halved(items):
+    return {"x": items["x"] / 2}
+
+
+def usable(state):
+    """Returns True if no array of a state was donated."""
+    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    return not any(array.is_deleted() for array in arrays)
 
 
 def item(number):

@@ -202,6 +202,8 @@ def test_the_command(capsys, tmp_path, monkeypatch):
         "case = lambda: (bad, buffer.init(item), jax.random.key(0))\n"
         "fine = lambda: (good, buffer.init(item), jax.random.key(0))\n"
         "nothing = 3\n"
+        "step_alone = lambda: good\n"
+        "in_a_list = lambda: [good, buffer.init(item)]\n"
     )
     monkeypatch.chdir(tmp_path)
     status, out, err = call(capsys, "doctor", "steps:case")
@@ -215,6 +217,8 @@ def test_the_command(capsys, tmp_path, monkeypatch):
         "absent:case": "expected a module",
         "steps:absent": "expected a function",
         "steps:nothing": "expected a function",
+        "steps:step_alone": "return step, arg1, arg2",
+        "steps:in_a_list": "return step, arg1, arg2",
     }.items():
         status, out, err = call(capsys, "doctor", target)
         assert (status, out) == (2, "")

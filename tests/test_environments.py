@@ -1,6 +1,9 @@
 """Buffers made from environments, and rows made from their steps."""
 
+import dataclasses
+import inspect
 import types
+from typing import Unpack
 
 import gymnasium
 import gymnax
@@ -13,6 +16,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import DictInfoToList
 
 import jrb
+from jrb.buffer import BufferOptions, BufferParts
+from jrb.remote import setup
 
 
 class Counting(gymnasium.Env):
@@ -97,6 +102,113 @@ def test_options_replace_what_the_environment_says():
     buffer, _ = jrb.from_gymnasium(envs, 10, writer=jrb.RoundRobin(), cast=False)
     assert isinstance(buffer.writer, jrb.RoundRobin)
     assert not buffer.cast
+
+
+def steps_of(envs, count):
+    """Yields rows of steps, and masks of those that are transitions, of `NEXT_STEP` vectors."""
+    observation, _ = envs.reset()
+    ended = np.zeros(envs.num_envs, bool)
+    for _ in range(count):
+        stepped = envs.step(ACTION)
+        yield jrb.transition(observation, ACTION, *stepped), ~ended
+        observation, ended = stepped[0], stepped[2] | stepped[3]
+
+
+def test_a_buffer_for_resets_in_the_next_step_refuses_writes_without_a_mask():
+    envs = SyncVectorEnv([lambda n=n: Counting(n, False) for n in LENGTHS])
+    buffer, example = jrb.from_gymnasium(envs, 60, batch_size=3, sampler=jrb.Prioritized())
+    sharded, methods = jrb.Sharded(buffer, 3), jrb.jitted(buffer)
+    sharded_methods = jrb.jitted(sharded)
+    (row, mask), *_ = steps_of(envs, 1)
+    rows = jax.tree.map(lambda leaf: np.asarray(leaf)[None], row)
+    state, shards = buffer.init(example), sharded.init(example)
+    writes = {
+        "add": lambda *mask: buffer.add(state, row, *mask),
+        "jitted add": lambda *mask: methods.add(buffer.init(example), row, *mask),
+        "add in jit": lambda *mask: jax.jit(buffer.add)(state, buffer._arrays(row, "add"), *mask),
+        "sharded add": lambda *mask: sharded.add(shards, row, *mask),
+        "jitted sharded add": lambda *mask: sharded_methods.add(sharded.init(example), row, *mask),
+    }
+    longer = {
+        "extend": lambda *mask: buffer.extend(state, rows, *mask),
+        "jitted extend": lambda *mask: methods.extend(buffer.init(example), rows, *mask),
+        "sharded extend": lambda *mask: sharded.extend(shards, rows, *mask),
+    }
+    for name, write in (writes | longer).items():
+        is_add = "add" in name
+        for wrong in ([], [None], [np.bool_(True) if is_add else np.ones(1, bool)]):
+            with pytest.raises(TypeError, match="mask: expected one flag for each environment"):
+                write(*wrong)
+        assert write(mask if is_add else mask[None]) is not None, name
+
+
+def test_streams_to_a_server_need_the_mask_too():
+    envs = SyncVectorEnv([lambda n=n: Counting(n, False) for n in LENGTHS])
+    buffer, example = jrb.from_gymnasium(envs, 60, batch_size=3)
+    spec = setup.spec_of_example(buffer, example)
+    one = setup.Setup(buffer, spec, 2, 1, None, 0, None, 4, True, False)
+    with pytest.raises(TypeError, match="extend: mask: expected one flag for each environment"):
+        setup.mask(one, None, 5)
+    assert setup.mask(one, np.ones((5, 3), bool), 5).all()
+
+
+@pytest.mark.parametrize("storage", [jrb.DeviceStorage(), "files"])
+def test_with_the_mask_only_transitions_are_stored(storage, tmp_path):
+    envs = SyncVectorEnv([lambda n=n: Counting(n, False) for n in LENGTHS])
+    storage = jrb.MemmapStorage(tmp_path / "rows") if storage == "files" else storage
+    buffer, example = jrb.from_gymnasium(envs, 90, batch_size=3, storage=storage)
+    methods = jrb.jitted(buffer)
+    state = methods.init(example)
+    with pytest.raises(TypeError, match="mask=~ended"):
+        methods.add(state, next(steps_of(envs, 1))[0])
+    for row, mask in steps_of(envs, 25):
+        state = methods.add(state, row, mask=mask)
+    rows = jrb.items(buffer, state)
+    assert (rows["next"]["observation"] == rows["observation"] + 1).all()
+    # Items that are held already are transitions: to move them takes no mask.
+    other = dataclasses.replace(buffer, capacity=30, storage=jrb.DeviceStorage())
+    moved = jrb.rebuild(buffer, state, other)
+    assert int(other.size(moved)) > 20
+    again, _ = jrb.from_items({"x": np.arange(3, dtype=np.int32)}, requires_mask=True)
+    assert again.requires_mask
+
+
+SPACES_OF_VECTORS = ("single_observation_space", "single_action_space")
+
+
+class Renamed(gymnasium.Wrapper):
+    """A wrapper around `Autoreset`, as users have them."""
+
+
+def test_which_environments_require_a_mask():
+    single, two = Counting(2, False), [lambda: Counting(2, False)] * 2
+    spaces_of = {name: getattr(SyncVectorEnv(two), name) for name in SPACES_OF_VECTORS}
+    old = types.SimpleNamespace(num_envs=2, **spaces_of)  # does not say when it resets
+    envs = {
+        "single": (single, False),
+        "autoreset": (Renamed(gymnasium.wrappers.Autoreset(single)), True),
+        "does not say": (old, True),
+    }
+    for mode in AutoresetMode:  # made one after the other, they share their metadata
+        vector = SyncVectorEnv(two, autoreset_mode=mode)
+        envs[mode.name] = vector, mode == AutoresetMode.NEXT_STEP
+    for name, (env, expected) in envs.items():
+        assert jrb.from_gymnasium(env, 8)[0].requires_mask == expected, name
+        assert not jrb.from_gymnasium(env, 8, requires_mask=False)[0].requires_mask
+    buffer, example = jrb.from_gymnasium(envs["autoreset"][0], 8)
+    row = jrb.transition(np.zeros(1), (0, np.zeros(2, np.int8)), np.ones(1), 1.0, True, False, {})
+    with pytest.raises(TypeError, match="mask: expected one flag"):
+        buffer.add(buffer.init(example), row)
+
+
+def test_functions_that_pass_options_on_have_those_of_a_buffer():
+    fields = [field.name for field in dataclasses.fields(jrb.ReplayBuffer)]
+    assert sorted(["capacity", *BufferOptions.__annotations__]) == sorted(fields)
+    functions = [jrb.from_gymnasium, jrb.from_gymnax, jrb.from_brax, jrb.from_jaxmarl]
+    for function in [*functions, jrb.from_items, jrb.ReplayBuffer.rounded]:
+        last = list(inspect.signature(function).parameters.values())[-1]
+        expected = BufferOptions if function in functions else BufferParts
+        assert last.annotation == Unpack[expected], function
 
 
 def test_spaces_without_arrays_are_refused():

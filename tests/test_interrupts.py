@@ -1,6 +1,8 @@
 """Interrupts of code that waits for threads: at every instruction, and at random moments."""
 
+import contextlib
 import ctypes
+import gc
 import itertools
 import json
 import os
@@ -11,15 +13,17 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jrb
-from jrb import checkpoint, iterate
+from jrb import checkpoint, iterate, loops
 from jrb.checkpoint import api
 from tests import seams
+from tests.interrupts import usable
 
 ROOT = pathlib.Path(seams.__file__).parents[1]
 OURS = [module.__file__ for module in (api, iterate, seams.threads)]
@@ -287,13 +291,178 @@ def test_a_program_that_ends_saves_or_says_that_it_has_not(outcome, path):
     assert (outcome == "refused") == ("generation-000000000001" not in os.listdir(path))
 
 
-SCENARIOS = ["save", "save_async", "prefetch", "prefetch_draws", "record", "copy"]
+@pytest.fixture
+def looped():
+    """Returns compiled methods, a state, and an item."""
+    buffer = jrb.ReplayBuffer(4, batch_size=2, sampler=jrb.WithoutReplacement())
+    methods, item = jrb.jitted(buffer), {"x": np.float32(7)}
+    rows = {"x": np.arange(3, dtype=np.float32)}
+    return methods, methods.add(methods.extend(methods.init(item), rows), item), item
+
+
+@pytest.mark.parametrize("unpacks", [False, True])
+@pytest.mark.parametrize("name", ["add", "draw"])
+def test_an_interrupt_of_a_method_that_donates_leaves_the_state_before_or_after_it(
+    looped, name, unpacks
+):
+    methods, state, item = looped
+    arguments = [item] if name == "add" else [5]
+
+    def work():
+        nonlocal state
+        method = getattr(methods, name)
+        # In Python 3.11, only the second call is made without C.
+        result = method(*[state, *arguments]) if unpacks else method(state, arguments[0])
+        state = result if name == "add" else result[0]
+
+    work()
+    recovered = 0
+    for is_interrupted in at_each_instruction(work, paths=[loops.__file__]):
+        if not usable(state):
+            assert is_interrupted
+            state, recovered = methods.recover(), recovered + 1
+        assert usable(state)
+    assert recovered > 10
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class OwnInterrupt(BaseException):
+    """Raised by the handler of a test."""
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL, "noting", "raising"])
+def test_the_handler_of_an_interrupt_is_called_after_the_call_and_stays(looped, handler):
+    methods, state, _ = looped
+    calls, passed = [], []
+
+    def note(number, frame):
+        calls.append((number, frame is not None, usable(state)))
+        if handler == "raising":
+            raise OwnInterrupt
+
+    def mapped(items):  # called twice while the method is traced, before anything is donated
+        if handler != signal.SIG_DFL and not passed:
+            passed.append(1)
+            signal.raise_signal(signal.SIGINT)
+        assert calls == []
+        return {"x": items["x"] + 1}
+
+    own = handler if isinstance(handler, signal.Handlers) else note
+    before = signal.signal(signal.SIGINT, own)
+    after, expected = None, pytest.raises(OwnInterrupt) if handler == "raising" else None
+    try:
+        with expected or contextlib.nullcontext() as raised:
+            after = methods.map(state, mapped)
+        assert signal.getsignal(signal.SIGINT) == own
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert calls == [(signal.SIGINT, True, False)] * (own is note)
+    assert (after is None) == (handler == "raising")
+    assert raised is None or "recover()" in raised.value.__notes__[0]
+    newest = methods.recover() if after is None else after
+    assert sorted(methods.buffer.take(newest, jnp.arange(4))["x"].tolist()) == [1, 2, 3, 8]
+
+
+def test_a_second_interrupt_does_not_wait_while_nothing_is_donated(looped):
+    methods, state, _ = looped
+    passed = []
+
+    def mapped(items):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            passed.append(1)
+        return items
+
+    with pytest.raises(KeyboardInterrupt):
+        methods.map(state, mapped)
+    assert len(passed) == 1
+    assert usable(state)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_call_that_fails_after_an_interrupt_raises_both(looped):
+    methods, state, _ = looped
+
+    def broken(items):
+        signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("broken")
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        methods.map(state, broken)
+    assert "broken" in str(raised.value.__context__)
+    assert usable(state)
+    assert usable(methods.recover())  # the result of the call before
+    with pytest.raises(TypeError, match="expected"):
+        methods.add(state, {"x": "text"})
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_no_state_is_held_without_an_interrupt(looped):
+    methods, state, item = looped
+    assert methods.recover() is state
+    donated, state = state, methods.add(state, item)
+    leaf = weakref.ref(state.storage["x"])
+    del state
+    assert leaf() is None
+    with pytest.raises(ValueError, match="recover: expected a state"):
+        methods.recover()
+    assert not usable(donated)
+    with pytest.raises(ValueError, match="recover: expected a state"):
+        jrb.jitted(jrb.ReplayBuffer(3)).recover()
+
+
+def test_a_held_state_is_dropped_by_the_next_call(looped):
+    methods, state, item = looped
+    passed = []
+
+    def interrupted(items):  # called twice
+        if not passed:
+            passed.append(1)
+            signal.raise_signal(signal.SIGINT)
+        return items
+
+    with contextlib.suppress(KeyboardInterrupt):
+        methods.map(state, interrupted)
+    leaf = weakref.ref(methods.recover().storage["x"])
+    gc.collect()
+    assert leaf() is not None
+    state = methods.add(methods.buffer.init({"x": jnp.zeros(())}), item)
+    gc.collect()
+    assert leaf() is None
+    assert methods.recover() is state
+
+
+def test_other_threads_use_the_methods_as_before(looped):
+    methods, state, item = looped
+    sizes = []
+
+    def add():
+        after = methods.add(state, item)
+        sizes.append(int(methods.size(after)))
+
+    within_time(add)
+    assert sizes == [4]
+
+
+def test_an_error_of_a_donated_state_says_how_to_get_the_newest_one(looped):
+    methods, state, item = looped
+    methods.add(state, item)
+    for use in (lambda: methods.sample(state, 1), lambda: methods.buffer.take(state, [0])):
+        with pytest.raises(jrb.DonatedError, match=r"recover\(\).*jax.jit of your own.*lost"):
+            use()
+
+
+SCENARIOS = ["save", "save_async", "prefetch", "prefetch_draws", "record", "copy", "loop"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "names"),
-    [(10, SCENARIOS), *(pytest.param(400, [name], marks=pytest.mark.long) for name in SCENARIOS)],
+    [
+        (10, SCENARIOS),
+        (1000, ["loop"]),
+        *(pytest.param(400, [name], marks=pytest.mark.long) for name in SCENARIOS),
+    ],
 )
 def test_interrupts_at_random_moments_lose_nothing(count, names, tmp_path):
     command = [sys.executable, "-m", "tests.interrupts", tmp_path, str(count), "0", *names]

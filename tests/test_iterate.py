@@ -1,6 +1,9 @@
 """Epochs and prefetching: exactly the expected draws, neither more nor fewer."""
 
+import contextlib
 import gc
+import importlib
+import inspect
 import itertools
 import subprocess
 import sys
@@ -323,12 +326,86 @@ def test_so_many_batches_for_a_loop():
     assert sorted(x for batch in once for x in batch.data["x"][batch.mask].tolist()) == list(
         range(10)
     )
-    assert len(list(jrb.steps(buffer, state, n_epochs=2, max_iter=5))) == 5
+    assert len(list(jrb.steps(buffer, state, KEY, n_epochs=2, max_iter=5))) == 5
     draws = list(jrb.steps(buffer, state, KEY, max_iter=2, batch_size=4))
     want = buffer.sample(state, jax.random.fold_in(KEY, 1), 4)
     np.testing.assert_array_equal(draws[1].indices, want.indices)
     queue, its = jrb.from_items({"x": jnp.arange(10)}, batch_size=3, sampler=jrb.Queue())
-    taken = [batch.data["x"].tolist() for batch in jrb.steps(queue, its, max_iter=2)]
+    taken = [batch.data["x"].tolist() for batch in jrb.steps(queue, its, KEY, max_iter=2)]
     assert taken == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ValueError, match="max_iter: expected at least 1"):
-        jrb.steps(buffer, state, max_iter=0)
+        jrb.steps(buffer, state, KEY, max_iter=0)
+
+
+def test_iterators_need_a_key_and_take_an_integer_for_one():
+    buffer, state = jrb.from_items({"x": jnp.arange(12)}, batch_size=4)
+    makers = {
+        "steps": lambda *key: jrb.steps(buffer, state, *key, max_iter=2),
+        "steps of epochs": lambda *key: jrb.steps(buffer, state, *key, n_epochs=1),
+        "epochs": lambda *key: jrb.epochs(buffer, state, *key),
+        "prefetch": lambda *key: itertools.islice(jrb.prefetch(buffer, state, *key), 2),
+    }
+    for name, make in makers.items():
+        with pytest.raises(TypeError, match="key"):
+            make()
+        drawn = lambda key: [batch.indices.tolist() for batch in make(key)]  # noqa: B023
+        assert drawn(11) == drawn(np.int64(11)) == drawn(jax.random.key(11)), name
+        assert drawn(11) != drawn(12), name
+        for wrong in (True, None, 0.5):
+            with pytest.raises(TypeError, match="key: expected"):
+                make(wrong)
+        with pytest.raises(ValueError, match="a seed from 0"):
+            make(-1)
+
+
+def public_functions():
+    """Yields all public functions and methods by their dotted names."""
+    names = (
+        "checkpoint",
+        "compat.flashbax",
+        "samplers",
+        "datasets",
+        "interop",
+        "plot",
+        "remote",
+        "testing",
+    )
+    modules = [jrb, *(importlib.import_module(f"jrb.{name}") for name in names)]
+    for module in modules:
+        for name in getattr(module, "__all__", [it for it in dir(module) if it[0] != "_"]):
+            entry = getattr(module, name)
+            members = vars(entry) if inspect.isclass(entry) else {"": entry}
+            for member, function in members.items():
+                if callable(function) and not member.startswith("_"):
+                    yield f"{module.__name__}.{name}.{member}", function
+
+
+def test_no_function_that_draws_has_a_default_key():
+    keyed = {}
+    for name, function in public_functions():
+        with contextlib.suppress(TypeError, ValueError):
+            parameters = inspect.signature(function).parameters
+            for key in {"key", "rng", "rng_key"} & set(parameters):
+                keyed[name] = parameters[key]
+    assert {"jrb.steps.", "jrb.epochs.", "jrb.plot.draws.", "jrb.ReplayBuffer.draw"} <= set(keyed)
+    defaults = {name for name, each in keyed.items() if each.default is not each.empty}
+    assert defaults == {"jrb.prefetch."}  # for iterables only: it raises for buffers
+
+
+def test_iterators_inside_jit_say_so():
+    buffer, state = jrb.from_items({"x": jnp.arange(12)}, batch_size=4)
+    makers = {
+        "steps": lambda its, key: list(jrb.steps(buffer, its, key, max_iter=2)),
+        "epochs": lambda its, key: list(jrb.epochs(buffer, its, key)),
+        "prefetch": lambda its, key: next(jrb.prefetch(buffer, its, key)),
+    }
+    for name, make in makers.items():
+        message = rf"^{name}: expected a state with values, got a traced one.*outside jit"
+        for inside in (
+            lambda: jax.jit(lambda its: [make(its, KEY), 0][1])(state),  # noqa: B023
+            lambda: jax.jit(lambda key: [make(state, key), 0][1])(KEY),  # noqa: B023
+            lambda: jax.jit(lambda: [make(state, KEY), 0][1])(),  # noqa: B023
+            lambda: jax.vmap(lambda key: [make(state, key), 0][1])(jax.random.split(KEY)),  # noqa: B023
+        ):
+            with pytest.raises(TypeError, match=message):
+                inside()

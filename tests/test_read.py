@@ -245,3 +245,5 @@ def test_what_reads_on_the_host_says_so_inside_jit(read):
         TypeError, match=rf"^{read.__name__}: expected a state with values.*outside jit"
     ):
         jax.jit(lambda state: read(buffer, state))(state)
+    with pytest.raises(TypeError, match="expected a state with values"):
+        jax.jit(lambda: read(buffer, state))()  # what is computed from it is traced

@@ -21,6 +21,11 @@ mixed = jrb.jitted(jrb.Mix((buffer, buffer), (0.5, 0.5)))
 states, batch = mixed.draw((state, state), jax.random.key(0))
 batch.experience  # error: Sample has none
 jrb.NStep(gamma=0.9)  # error: nor has NStep
+jrb.from_gymnasium(None, 10, batchsize=4)  # error: no such option
+jrb.from_gymnax(None, None, 10, num_envs=4, batch_size=2, requires_mask=False, cast=True)
+jrb.from_brax(None, 10, num_envs="4")  # error: a number
+jrb.from_items({"x": jnp.zeros(3)}, sampelr=jrb.Uniform())  # error: no such option
+jrb.ReplayBuffer.rounded(10, 3, minsize=2, unit=jrb.Transition())  # error: no such option
 """
 
 
@@ -34,9 +39,9 @@ def test_the_documented_loop_has_types_and_wrong_names_are_found(tmp_path):
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(call, cwd=tmp_path, env=environ, capture_output=True, text=True)
     errors = [line for line in ran.stdout.splitlines() if " - error: " in line]
-    assert len(errors) == 3, ran.stdout
+    assert len(errors) == 7, ran.stdout
     assert '"experience" for class "Sample"' in errors[0]
-    assert {line.split(":")[1] for line in errors} == {"11", "12"}
+    assert {line.split(":")[1] for line in errors} == {"11", "12", "13", "15", "16", "17"}
 
 
 @pytest.mark.slow

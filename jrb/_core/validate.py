@@ -242,7 +242,9 @@ class DonatedError(ValueError):
 
 _DONATED = (
     "expected arrays that are there, got some that were donated, or deleted. Go on with the state "
-    "that came back from the call to which the old one was donated."
+    "that came back from the call to which the old one was donated. After an interrupt of a method "
+    "of methods = jrb.jitted(buffer), methods.recover() returns it. What a jax.jit of your own got "
+    "and did not return is lost: go on from a checkpoint; methods of jrb.jitted lose nothing."
 )
 
 
@@ -315,6 +317,18 @@ def check_not_deleted(states: Any) -> None:
     arrays = [leaf for leaf in jax.tree.leaves(states) if isinstance(leaf, jax.Array)]
     if any(array.is_deleted() for array in arrays):
         raise DonatedError(_DONATED)
+
+
+def check_outside_jit(who: str, *values: Any) -> None:
+    """Raises `TypeError` inside `jit`, `vmap` and `scan`, also if these values are not traced."""
+    # Inside `jit`, an array that is made is traced, whatever it is made from.
+    leaves = jax.tree.leaves((values, jnp.zeros(())))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise TypeError(
+            f"{who}: expected a state with values, got a traced one. Call it outside jit, with the "
+            "state that the jitted function returns. Inside jit, sample and draw work, in a "
+            "jax.lax.scan over keys for several batches."
+        )
 
 
 class CopyWarning(UserWarning):

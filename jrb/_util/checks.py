@@ -61,6 +61,23 @@ def key(value: Leaf) -> None:
         )
 
 
+def seed_or_key(value: Leaf) -> Leaf:
+    """Returns an integer, a seed in place of a key, as uint32; and anything else as it is."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        return value
+    if not 0 <= value < 2**32:
+        raise ValueError(f"key: expected a key, or a seed from 0 to 2**32 - 1, got {value}.")
+    return np.uint32(value)
+
+
+def key_or_seed(value: Leaf) -> jax.Array:
+    """Returns a single PRNG key: the given one, or that of an integer; raises for anything else."""
+    value = seed_or_key(value)
+    value = jax.random.key(value) if isinstance(value, np.uint32) else value
+    key(value)
+    return value
+
+
 @functools.lru_cache
 def _old_style_shape(implementation: str) -> tuple[int, ...]:
     """Returns the shape of an old-style key, which is an array of uint32."""
@@ -190,6 +207,19 @@ def write_mask(
             f"environments together, got {each}. Use writer=jrb.PerEnvironment()."
         )
     return mask(method, value, each, "which items are written")
+
+
+def given_mask(method: str, value: Any, axes: int) -> None:
+    """Raises unless a mask is given for each environment: it must have this number of axes."""
+    if value is None or jnp.ndim(value) < axes:
+        got = "none" if value is None else f"shape {jnp.shape(value)}"
+        raise TypeError(
+            f"{method}: mask: expected one flag for each environment, as the buffer has "
+            f"requires_mask=True, got {got}. The step after an end of an episode is a reset, no "
+            "transition (gymnasium's NEXT_STEP mode): pass mask=~ended, with ended = terminated | "
+            "truncated of the step before. Vectors with autoreset_mode=AutoresetMode.SAME_STEP, or "
+            "buffers with requires_mask=False, take all steps."
+        )
 
 
 def together(name: str, writer: Any) -> None:

@@ -79,7 +79,7 @@ def doctor(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help="a function without arguments that returns the step and its arguments, a tuple",
+            help="a function without arguments that ends with `return step, arg1, arg2`",
         ),
     ],
 ) -> None:
@@ -96,7 +96,10 @@ def doctor(
         raise typer.BadParameter(f"expected a function in {module}, got {name!r}.")
     case = make()
     if not isinstance(case, tuple) or not case or not callable(case[0]):
-        raise typer.BadParameter(f"{target}: expected a tuple (step, *arguments), got {case!r}.")
+        raise typer.BadParameter(
+            f"{target}: expected a function that ends with `return step, arg1, arg2`, the step and "
+            f"what it is called with, got {printable(repr(case))[:200]}."
+        )
     report = importlib.import_module("jrb.doctor").doctor(*case)
     typer.echo(printable(str(report)))
     if report.findings:

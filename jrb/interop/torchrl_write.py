@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._core.validate import check_outside_jit
 from jrb.authoring import Folder, absolute_path, check_system, checks, escaped_errors, tree_nbytes
 from jrb.buffer import ReplayBuffer
 from jrb.interop.torchrl_files import ABOUT, DTYPES, FLAGS, file_name
@@ -68,6 +69,7 @@ def write_torchrl(
             f"write_torchrl: expected a ReplayBuffer, got {type(buffer).__name__}. The order is "
             "write_torchrl(path, buffer, state)."
         )
+    check_outside_jit("write_torchrl", state)
     target = os.path.realpath(absolute_path(path))
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
         raise ValueError(

@@ -171,6 +171,8 @@ def arrays(setup: Setup, items: Item) -> list[np.ndarray]:
 
 def mask(setup: Setup, value: Any, length: int) -> np.ndarray | None:
     """Returns a mask as a checked NumPy array, bool `[T]` or `[T, E]`."""
+    if setup.buffer.requires_mask:
+        checks.given_mask("extend", value, 1 + len(setup.lead))
     if value is None:
         return None
     array, shape = np.asarray(value), (length, *setup.lead)
