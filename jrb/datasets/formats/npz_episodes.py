@@ -17,8 +17,8 @@ import numpy as np
 from jrb.authoring import checks
 from jrb.datasets.format import Source
 from jrb.datasets.reading import npz, tabular
-from jrb.datasets.reading.names import check, natural_order, to_ted
-from jrb.datasets.reading.tabular import DONE, TERMINATED, Column, EpisodeTables, Table
+from jrb.datasets.reading.names import check, has_role, natural_order, to_ted
+from jrb.datasets.reading.tabular import DONE, TERMINATED, TRUNCATED, Column, EpisodeTables, Table
 from jrb.keys import Keys, within
 
 _FLAGS = {"is_terminal": TERMINATED, "is_last": DONE, "is_first": None}
@@ -33,7 +33,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
     """A folder of `.npz` files, one per episode, in the order of the numbers in their names.
 
     Observations have as many rows as actions, or one more. If there are no flags, an episode
-    terminated if its last `discount` is 0, and was truncated otherwise.
+    terminated if its last `discount` or mask is 0, and was truncated otherwise.
 
     Attributes:
         mapping: as in `Arrays`.
@@ -98,8 +98,11 @@ class NpzEpisodes(tabular.EpisodeFormat):
 
     def _table(self, path: str, columns: Mapping[str, Column], left_out: set[str]) -> Table:
         """Returns the table of a file's steps, without rows that only complete other steps."""
-        counts = {len(column) for name, column in columns.items() if not tabular.is_seen(name)}
+        parts = [name for name in columns if has_role(name) and not tabular.is_seen(name)]
+        counts = {len(columns[name]) for name in parts}
         stops = {len(column) for name, column in columns.items() if tabular.is_seen(name)}
+        odd = {n for n, c in columns.items() if not has_role(n) and len(c) not in counts}
+        columns = {name: column for name, column in columns.items() if name not in odd}
         count, stop = min(counts), min(stops)
         first = int(bool(self.arrives) and stop == count)
         steps = count - first
@@ -114,10 +117,10 @@ class NpzEpisodes(tabular.EpisodeFormat):
             }
         columns = tabular.with_next(columns, steps, ("observation",))
         if columns.keys().isdisjoint(tabular.FLAGS):
-            terminated = np.zeros(steps, bool)
-            terminated[-1] = "discount" in columns and not columns["discount"][steps - 1 :].any()
-            columns[TERMINATED] = terminated
-        table = tabular.table_of(path, columns, notes=(_ARRIVES,) * first, left_out=left_out)
+            # A mask tells how the episode ended; without one, it is taken for truncated.
+            flag = DONE if tabular.bootstrap_masks(columns) else TRUNCATED
+            columns[flag] = np.arange(steps) == steps - 1
+        table = tabular.table_of(path, columns, notes=(_ARRIVES,) * first, left_out=left_out | odd)
         got = f"one that ends after {table.ends[0]} of {steps} steps"
         check(len(table.ends) == 1, path, "one episode in the file", got)
         return table
