@@ -17,11 +17,10 @@ from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5, tabular
 from jrb.datasets.reading.names import check, to_ted
 from jrb.datasets.reading.tabular import (
-    DONE,
-    EPISODE,
     TERMINATED,
     TRUNCATED,
     Column,
+    DerivedColumn,
     Table,
     TableFormat,
 )
@@ -70,22 +69,21 @@ class D4RL(TableFormat):
             metadata = hdf5.strings(file, limit)
             if isinstance(group := hdf5.own(file, "metadata"), h5py.Group):
                 metadata |= hdf5.strings(group, limit)
-            read = {
-                n for n in every if every[n].shape == () and "/" not in n.removeprefix("metadata/")
-            }
-            has_ends = not {TRUNCATED, DONE, EPISODE}.isdisjoint(columns)
-            where = f"{source}: horizon"
-            expected = "None for a file with its own 'timeouts', 'dones' or numbers of episodes"
-            check(self.horizon is None or not has_ends, where, expected, self.horizon)
+            has_ends = not columns.keys().isdisjoint((TRUNCATED, tabular.EPISODE))
             if self.horizon is not None:
-                columns |= self._time_outs(columns, source)
+                expected = "None for a file with its own 'timeouts' or numbers of episodes"
+                check(not has_ends, f"{source}: horizon", expected, f"{self.horizon}. Leave it out")
+                columns = self._with_time_outs(source, columns)
+            # Scalars at the top and in `metadata` are in the metadata.
+            inner = {name: name.removeprefix("metadata/") for name in every}
+            told = {name for name in every if not every[name].shape and "/" not in inner[name]}
             table = tabular.table_of(
                 source,
                 columns,
                 files=[source],
                 key=("d4rl", self.horizon, *sorted(leaves.items())),
                 metadata=metadata,
-                left_out=(others | texts.keys() | odd | about) - read,
+                left_out=(others | texts.keys() | odd | about) - told,
             )
             how = f"every {self.horizon} steps stand for one (horizon=)."
             if self.horizon is None:
@@ -95,12 +93,16 @@ class D4RL(TableFormat):
             notes = (f"There are no time-outs in the file: {how}",) * (not has_ends)
             yield dataclasses.replace(table, notes=notes + table.notes)
 
-    def _time_outs(self, columns: Mapping[str, Column], source: Source) -> dict[str, Column]:
-        """Returns both flags, with time-outs at every `horizon`-th step since the last end."""
-        steps = len(columns[TERMINATED])
-        flags = tabular.with_flags(columns, np.array([steps]), source)
-        terminated, is_end = flags[TERMINATED][:], flags[TERMINATED][:] | flags[TRUNCATED][:]
-        starts = np.concatenate([[0], np.flatnonzero(is_end) + 1])
-        start = starts[np.searchsorted(starts, np.arange(steps), side="right") - 1]
-        is_full = (np.arange(steps) - start + 1) % self.horizon == 0
-        return {TERMINATED: terminated, TRUNCATED: ~terminated & (is_end | is_full)}
+    def _with_time_outs(self, source: Source, columns: Mapping[str, Column]) -> dict[str, Column]:
+        """Returns columns with time-outs at every `horizon`-th step since the last end."""
+        flags = tabular.with_flags(columns, np.array([len(columns[TERMINATED])]), source)
+
+        def read(start: int, stop: int) -> np.ndarray:
+            terminated, truncated = flags[TERMINATED][:], flags[TRUNCATED][:]
+            steps = np.arange(len(terminated))
+            begins = np.concatenate([[0], np.flatnonzero(terminated | truncated) + 1])
+            begin = begins[np.searchsorted(begins, steps, side="right") - 1]
+            is_late = (steps - begin + 1) % self.horizon == 0
+            return (truncated | (is_late & ~terminated))[start:stop]
+
+        return {**flags, TRUNCATED: DerivedColumn(flags[TRUNCATED].shape, np.dtype(bool), read)}

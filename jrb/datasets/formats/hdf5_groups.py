@@ -22,7 +22,7 @@ import numpy as np
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5, tabular
-from jrb.datasets.reading.names import check, has_role, natural_order, to_ted, usual_leaf
+from jrb.datasets.reading.names import check, natural_order, to_ted, usual_leaf
 from jrb.datasets.reading.tabular import DONE, FLAGS, Column, EpisodeTables, Table
 from jrb.keys import within
 
@@ -108,19 +108,14 @@ class GroupFormat(tabular.EpisodeFormat):
         heads = dict.fromkeys(name.split("/")[0] for name in every)
         tabular.check_present(where, heads, self.needed)
         leaves = to_ted(every, None, where, self.own, "/")
-        steps, columns = len(every[self.needed[0]]), dict[str, Column]()
-        for name, array in every.items():
-            leaf, rows = leaves[name], len(array)
-            is_carried = leaf.split("/")[0] in self.carried and rows == steps + 1
-            if rows == steps or is_carried or has_role(leaf):
-                columns[leaf] = array
+        columns, _ = tabular.step_columns(where, every, leaves, self.carried)
+        steps = len(every[self.needed[0]])
         left_out = {name for name in arrays if leaves.get(name) not in columns}
-        seen = {name: column for name, column in columns.items() if tabular.is_seen(name)}
-        tabular.check_lengths(where, seen)
-        columns = tabular.with_next(columns, steps, self.carried)
-        tabular.check_lengths(where, columns)
+        lengths = {n: len(column) for n, column in columns.items() if tabular.is_seen(n)}
+        check(len({*lengths.values()}) < 2, where, "arrays of one length", lengths)
         got = f"{steps} steps of {list(every)}"
-        check(steps and seen, where, "observations of one step or more", got)
+        check(steps and lengths, where, "observations of one step or more", got)
+        columns = tabular.with_next(columns, steps, self.carried)
         done, ends = [repr(name) for name in every if leaves[name] == DONE], np.array([steps])
         flagged = tabular.with_flags(columns, ends, where)
         notes = tabular.flag_notes(columns, *done) + tabular.mask_notes(flagged)

@@ -75,15 +75,15 @@ def with_flags(
 
     def read(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         stored = [flags[name][start:stop] if name in flags else None for name in FLAGS]
-        is_end = np.isin(np.arange(start, stop), ends - 1)
-        values = [mask[start:stop] for mask in masks]
-        return combined_flags(stop - start, *stored, values, is_end)
+        may_end = np.isin(np.arange(start, stop), ends - 1)
+        values = [mask[start:stop].reshape(-1) for mask in masks]
+        return combined_flags(stop - start, *stored, values, may_end)
 
-    column = lambda which: DerivedColumn(
-        (int(ends[-1]),), np.dtype(bool), lambda start, stop: read(start, stop)[which]
-    )
-    others = {name: each for name, each in columns.items() if name != DONE}
-    return {**others, TERMINATED: column(0), TRUNCATED: column(1)}
+    steps = (len(next(iter(columns.values()))),)
+    one = lambda which: lambda start, stop: read(start, stop)[which]
+    made = {TERMINATED: one(0), TRUNCATED: one(1)}
+    made = {name: DerivedColumn(steps, np.dtype(bool), read) for name, read in made.items()}
+    return {name: each for name, each in columns.items() if name != DONE} | made
 
 
 def bootstrap_masks(columns: Mapping[str, Column]) -> list[str]:
@@ -100,10 +100,9 @@ def bootstrap_masks(columns: Mapping[str, Column]) -> list[str]:
 def flag_notes(columns: Mapping[str, Column], done: str = f"'{DONE}'") -> tuple[str, ...]:
     """Returns the note on how flags and masks are understood; `done` is the file's name of done."""
     flags, masks = {*FLAGS} & columns.keys(), " and ".join(map(repr, bootstrap_masks(columns)))
-    ends = " and ".join(sorted(name.removeprefix("next/") for name in flags - {TRUNCATED}))
     both = " that is both terminated and truncated" * (TRUNCATED in flags)
     other = ", unless they are truncated" * (TRUNCATED in flags)
-    if masks and ends:
+    if masks and flags - {TRUNCATED}:
         return (f"An end{both} is taken for truncated where {masks} is above 0.",)
     if masks:
         return (f"Ends where {masks} is 0 are taken for terminated{other}.",)
@@ -366,27 +365,25 @@ def _read_ends(
     columns: Mapping[str, Column], source: object
 ) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, np.ndarray], tuple[str, ...]]:
     """Reads the flags and `episode`; returns these columns, the ends, facts and notes."""
-    names = [name for name in FLAGS if name in columns]
     check(
-        bool(names) or EPISODE in columns,
+        not columns.keys().isdisjoint((*FLAGS, EPISODE)),
         source,
         "a column that tells where episodes end (done, terminated, truncated or episode)",
         f"{sorted(columns)}. Name it with mapping=",
     )
-    stored = {name: flag_column(columns[name], name, source)[:] for name in names}
-    masks = [columns[name][:] for name in bootstrap_masks(columns)]
-    if masks and not stored.get(TRUNCATED, np.ones(1)).any():
-        # Time-outs that no step has tell nothing, while the mask may tell some.
-        del stored[TRUNCATED]
-        columns = {name: column for name, column in columns.items() if name != TRUNCATED}
     steps = len(next(iter(columns.values())))
-    numbers, changes, is_end = np.zeros(0), np.zeros(steps, bool), np.ones(steps, bool)
+    numbers, changes, may_end = np.zeros(0), np.zeros(steps, bool), np.arange(steps)
     if EPISODE in columns:
         numbers, changes = _episode_changes(columns[EPISODE][:], f"{source}: 'episode'")
-        is_end = changes
-    terminated, truncated = combined_flags(steps, *map(stored.get, FLAGS), masks, is_end)
-    flags, ends = {TERMINATED: terminated, TRUNCATED: truncated}, terminated | truncated | changes
-    notes, ends = flag_notes(columns) + mask_notes({**columns, **flags}), ends_of(ends)
+        may_end = np.flatnonzero(changes)
+    if TRUNCATED in columns and bootstrap_masks(columns):
+        # Time-outs that no step has tell nothing, while a mask may tell some.
+        is_told = flag_column(columns[TRUNCATED], TRUNCATED, source)[:].any()
+        columns = {name: each for name, each in columns.items() if is_told or name != TRUNCATED}
+    flagged = with_flags(columns, may_end + 1, source)
+    flags = {name: flagged[name][:] for name in (TERMINATED, TRUNCATED)}
+    notes = flag_notes(columns) + mask_notes({**columns, **flags})
+    ends = ends_of(flags[TERMINATED] | flags[TRUNCATED] | changes)
     facts = {EPISODE: numbers[ends - 1]} if EPISODE in columns else {}
     if numbers.dtype.kind not in "biufc":
         flags[EPISODE] = np.cumsum(changes, dtype=np.int64) - changes
@@ -411,25 +408,24 @@ def combined_flags(
     terminated: np.ndarray | None,
     truncated: np.ndarray | None,
     masks: Sequence[np.ndarray] = (),
-    is_end: np.ndarray | bool = True,
+    may_end: np.ndarray | bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns terminated and truncated, bool `[T]` each, from the flags that exist.
 
     Without terminated, steps that are done and not truncated count as terminated; with it, steps
-    that are done and not terminated count as truncated. Bootstrap masks, numbers `[T]` or `[T, 1]`,
-    then turn terminated to truncated where all of them are above 0, and at most 1 as discounts are;
-    if truncated exists too, only at steps that are both. With neither done nor terminated, steps
-    that may end an episode, bool `is_end` `[T]`, count as terminated where one of the masks is 0.
+    that are done and not terminated count as truncated. Bootstrap masks, numbers `[T]`, then turn
+    terminated to truncated where all of them are above 0, and at most 1 as discounts are; if
+    truncated exists too, only at steps that are both. With neither done nor terminated, steps that
+    `may_end` an episode, bool `[T]`, count as terminated where one of the masks is 0.
     """
     none = np.zeros(steps, bool)
-    values = [mask.reshape(-1) for mask in masks]
-    is_zero = np.any([value == 0 for value in values], axis=0) if masks else none
-    goes_on = np.all([(value > 0) & (value <= 1) for value in values], axis=0) & bool(masks)
-    goes_on &= True if truncated is None else truncated
+    is_zero = np.any([mask == 0 for mask in masks], axis=0) | none
+    goes_on = np.all([(mask > 0) & (mask <= 1) for mask in masks], axis=0) & bool(masks)
+    late = goes_on & (True if truncated is None else truncated)
     truncated = none if truncated is None else truncated
     if terminated is None:
-        terminated = (is_end & is_zero if done is None else done) & ~truncated
-    late, done = terminated & goes_on, none if done is None else done
+        terminated = (may_end & is_zero if done is None else done) & ~truncated
+    done, late = none if done is None else done, terminated & late
     return terminated & ~late, truncated | late | (done & ~terminated)
 
 
@@ -474,24 +470,22 @@ def check_roles_present(source: object, leaves: Mapping[str, str], roles: Sequen
         check(is_there, source, f"an array for '{role}'", f"{sorted(leaves)}. {cure}")
 
 
-def check_lengths(source: object, columns: Mapping[str, Column]) -> None:
-    """Raises if columns differ in length."""
-    lengths = {name: len(column) for name, column in columns.items()}
-    check(len({*lengths.values()}) < 2, source, "arrays of one length", lengths)
-
-
 def step_columns(
-    source: object, arrays: Mapping[str, Column], leaves: Mapping[str, str]
+    source: object,
+    arrays: Mapping[str, Column],
+    leaves: Mapping[str, str],
+    carried: Sequence[str] = (),
 ) -> tuple[dict[str, Column], set[str]]:
     """Returns the arrays of all steps by their leaves, and the names of arrays of other lengths.
 
-    Raises if arrays that are parts of a transition differ in length.
+    Leaves below one of `carried` may have a row more. Raises if parts of a transition do not fit.
     """
-    parts = {name: arrays[name] for name, leaf in leaves.items() if has_role(leaf)}
-    check_lengths(source, parts)
-    steps = {len(array) for array in parts.values()}
-    others = {name for name, array in arrays.items() if len(array) not in steps}
-    return {leaves[name]: arrays[name] for name in arrays if name not in others}, others
+    lengths = {name: len(arrays[name]) for name, leaf in leaves.items() if has_role(leaf)}
+    spare = {name: int(leaf.split("/")[0] in carried) for name, leaf in leaves.items()}
+    steps = min((length for name, length in lengths.items() if not spare[name]), default=0)
+    odd = {name for name in leaves if len(arrays[name]) not in (steps, steps + spare[name])}
+    check(odd.isdisjoint(lengths), source, "arrays of one length", lengths)
+    return {leaf: arrays[name] for name, leaf in leaves.items() if name not in odd}, odd
 
 
 def left_out_note(names: Iterable[str]) -> tuple[str, ...]:
