@@ -112,8 +112,10 @@ class Minari(GroupFormat):
         ((_, arrays),) = self._arrays(source, groups[:1])
         is_jpeg = lambda column: isinstance(column, JpegColumn | images.ImageColumn)
         jpeg = [usual_leaf(name, "/") for name, column in arrays.items() if is_jpeg(column)]
-        notes = about.get("notes")
-        notes = [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
+        told, notes = about.get("notes"), list[str]()
+        if isinstance(told, list) and all(isinstance(note, str) for note in told):
+            notes += told  # and not in the metadata, where they would be shown again
+            about = {name: value for name, value in about.items() if name != "notes"}
         if jpeg:
             notes.append(
                 f"Images of {', '.join(jpeg)} are kept as JPEG, which loses detail: these are the "
