@@ -826,7 +826,8 @@ def test_convert_of_plain_arrays_names_nothing_that_they_do_not_have(to, tmp_pat
 def test_notes_of_minari_are_shown_once(tmp_path, capsys):
     shutil.copytree(CARTPOLE, tmp_path / "set")
     path = tmp_path / "set" / "data" / "metadata.json"
-    about = json.loads(path.read_text()) | {"notes": ["The pole was oiled."], "author": ["somebody"]}
+    more = {"notes": ["The pole was oiled."], "author": ["somebody"]}
+    about = json.loads(path.read_text()) | more
     path.write_text(json.dumps(about))
     for option in ([], ["--json"]):
         _, out, _ = call(capsys, "inspect", tmp_path / "set", *option)
