@@ -27,7 +27,7 @@ _LOST = {
     **dict.fromkeys(_EPISODES, "the description, priorities, and all other state"),
     **dict.fromkeys(_TABLES, "the description, and all state but priorities"),
 }
-"""The parts of a buffer that each format cannot store."""
+"""The parts of a buffer that each format cannot store; datasets have none of them."""
 
 data: Any = typer.Typer(
     help="List, copy and delete datasets.", invoke_without_command=True, rich_markup_mode=None
@@ -62,10 +62,10 @@ def convert(
     _check_dest(source, dest, overwrite)
     enable_x64 = importlib.import_module("jrb.authoring").enable_x64
     with contextlib.nullcontext() if casts else enable_x64():
-        buffer, state, cast = _load(source, to, casts)
+        buffer, state, cast, lost = _load(source, to, casts)
         with console.working(f"writing {dest}"):
             _replace(source, dest, overwrite, (to, buffer, state, compression))
-    lost = f" It has no place for {_LOST[to]}." if to in _LOST else ""
+    lost = f" It has no place for {lost}." if lost else ""
     lost += f" As jrb.load has no 64 bits: {', '.join(cast)}; --x64 keeps them." if cast else ""
     console.show(console.plain(f"{dest}: {to}, {bytes_text(disk(dest))}.{lost}"))
 
@@ -87,10 +87,10 @@ def _check_dest(source: str, dest: str, overwrite: bool) -> None:
         pass  # raises if other files would be lost, or another process writes
 
 
-def _load(source: str, to: str, casts: bool) -> tuple[Any, Any, list[str]]:
+def _load(source: str, to: str, casts: bool) -> tuple[Any, Any, list[str], str]:
     """Returns a buffer and its state, or a dataset and None for formats of episodes.
 
-    Also returns texts on the leaves whose dtypes were converted.
+    Also returns texts on the leaves whose dtypes were converted, and on what the format lacks.
     """
     jrb: Any = importlib.import_module("jrb")
     if sources.kind_of(source) != sources.OTHER:
@@ -101,16 +101,18 @@ def _load(source: str, to: str, casts: bool) -> tuple[Any, Any, list[str]]:
                 f"{source}: expected a single buffer of arrays with --to {to}, got several, "
                 "objects, or states under vmap. --to native takes them."
             )
-        return buffer, state, []
+        return buffer, state, [], _LOST.get(to, "")
     dataset = sources.dataset(source)
+    parts = {"the facts about episodes": dataset.facts, "the metadata": dataset.metadata}
+    lost = " and ".join(name for name, part in parts.items() if part)
     if to in _EPISODES:
-        return dataset, None, []
+        return dataset, None, [], lost
     buffer, state = dataset.buffer(storage=jrb.MemmapStorage(None), cast=casts)
     names = importlib.import_module("jrb.authoring").leaf_names(dataset.spec)
     leaves = importlib.import_module("jax").tree.leaves
     pairs = zip(names, leaves(dataset.spec), leaves(buffer.stored(state)), strict=True)
     cast = [f"{n} {a.dtype} as {b.dtype}" for n, a, b in pairs if a.dtype != b.dtype]
-    return buffer, state, cast
+    return buffer, state, cast, lost
 
 
 def _replace(source: str, dest: str, overwrite: bool, result: tuple[Any, ...]) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -807,3 +808,27 @@ def test_datasets_are_listed_in_folders_only(what, tmp_path, capsys):
     status, out, err = call(capsys, "data", "list", "--root", tmp_path / what)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert ("no such file" if what == "nothing" else "not a directory") in err
+
+
+@pytest.mark.parametrize("to", ["d4rl", "h5", "arrow"])
+def test_convert_of_plain_arrays_names_nothing_that_they_do_not_have(to, tmp_path, capsys):
+    if to == "arrow":
+        pytest.importorskip("pyarrow")
+    rows = {"obs": np.zeros((5, 2), np.float32), "action": np.zeros(5), "reward": np.zeros(5)}
+    np.savez(tmp_path / "a.npz", **rows, next_obs=rows["obs"], dones=np.arange(5) == 4)
+    status, out, _ = call(capsys, "convert", tmp_path / "a.npz", tmp_path / "b", "--to", to)
+    assert status == 0 and "It has no place" not in out
+    dest = tmp_path / "c"
+    status, out, _ = call(capsys, "convert", CARTPOLE, dest, "--to", to)
+    assert "It has no place for the facts about episodes and the metadata." in " ".join(out.split())
+
+
+def test_notes_of_minari_are_shown_once(tmp_path, capsys):
+    shutil.copytree(CARTPOLE, tmp_path / "set")
+    path = tmp_path / "set" / "data" / "metadata.json"
+    more = {"notes": ["The pole was oiled."], "author": ["somebody"]}
+    about = json.loads(path.read_text()) | more
+    path.write_text(json.dumps(about))
+    for option in ([], ["--json"]):
+        _, out, _ = call(capsys, "inspect", tmp_path / "set", *option)
+        assert out.count("The pole was oiled.") == 1 and "somebody" in out

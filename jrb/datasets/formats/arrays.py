@@ -10,13 +10,13 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, ClassVar
 
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.reading import arrow, hdf5, npz, tabular
-from jrb.datasets.reading.names import check, episode_text, to_ted
+from jrb.datasets.reading.names import check, episode_text, to_ted, usual_leaf
 from jrb.datasets.reading.tabular import Column, Table, TableFormat
 from jrb.keys import Keys
 
@@ -29,6 +29,8 @@ _FOLDERS = ("", "data", "meta")  # folders with the files by which formats are r
 class Arrays(TableFormat):
     """One `.npz` or HDF5 file with arrays of one length.
 
+    Arrays of another length that are no part of a transition are left out.
+
     Attributes:
         mapping: a dict from names in the file to fields of `jrb.Keys` or leaves in TED; or a
             `jrb.Keys` with the names in the file. None if the file has usual names.
@@ -40,11 +42,13 @@ class Arrays(TableFormat):
     mapping: Mapping[str, Any] | Keys | None = None
 
     def matches(self, source: Source) -> bool:
-        """Returns True if the file has numeric arrays, all of one length."""
+        """Returns True if numeric arrays have one length, or observation and action have names."""
         try:
             with _open_arrays(source, math.inf) as every:
                 arrays, _, _ = tabular.by_content(every)
-                return len({len(array) for array in arrays.values()}) == 1
+                roles = {str(usual_leaf(name)).split("/")[0] for name in arrays}
+                lengths = {len(array) for array in arrays.values()}
+                return len(lengths) == 1 or {"observation", "action"} <= roles
         except (ValueError, OSError):
             return False
 
@@ -55,7 +59,6 @@ class Arrays(TableFormat):
             arrays, texts, left_out = tabular.by_content(every)
             names = episode_text(arrays, texts, self.mapping, source)
             arrays |= {name: texts.pop(name) for name in names}
-            tabular.check_lengths(source, arrays)
             roles, others = ("observation", "action"), left_out | texts.keys()
             yield _table(self, source, [source], arrays, roles, left_out=others)
 
@@ -119,14 +122,16 @@ def _table(
     files: list[str],
     arrays: Mapping[str, Column],
     roles: tuple[str, ...],
+    left_out: Set[str] = frozenset(),
     **about: Any,
 ) -> Table:
     """Returns the table of arrays, given by their names in the files."""
     leaves = to_ted(arrays, format.mapping, source)
     tabular.check_roles_present(source, leaves, roles)
-    ExpansionLimit(source, files, format.max_expansion).add(declared_nbytes(arrays))
-    columns, key = {leaves[name]: arrays[name] for name in arrays}, tuple(sorted(leaves.items()))
-    return tabular.table_of(source, columns, files=files, key=key, **about)
+    columns, odd = tabular.step_columns(source, arrays, leaves)
+    ExpansionLimit(source, files, format.max_expansion).add(declared_nbytes(columns))
+    about |= {"key": tuple(sorted(leaves.items())), "left_out": left_out | odd}
+    return tabular.table_of(source, columns, files=files, **about)
 
 
 def check_whole(path: str) -> str:

@@ -1,13 +1,13 @@
 """The format of D4RL: one HDF5 file with arrays of all steps.
 
 The arrays are `observations, actions, rewards, terminals`; optionally `timeouts,
-next_observations, infos/*` of the same length, and `metadata/*`.
+next_observations, infos/*` and others of the same length, and `metadata/*`.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import h5py
 import numpy as np
@@ -15,18 +15,19 @@ import numpy as np
 from jrb.authoring import ExpansionLimit, checks, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5, tabular
-from jrb.datasets.reading.names import check
-from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, DerivedColumn, Table, TableFormat
+from jrb.datasets.reading.names import check, to_ted
+from jrb.datasets.reading.tabular import (
+    TERMINATED,
+    TRUNCATED,
+    Column,
+    DerivedColumn,
+    Table,
+    TableFormat,
+)
+from jrb.keys import Keys, within
 
-_NAMES = {
-    "observations": "observation",
-    "actions": "action",
-    "rewards": "next/reward",
-    "terminals": TERMINATED,
-    "timeouts": TRUNCATED,
-    "next_observations": "next/observation",
-}
 _NEEDED = ("observations", "actions", "rewards", "terminals")
+_OWN = (*_NEEDED, "timeouts", "next_observations")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +37,14 @@ class D4RL(TableFormat):
     Attributes:
         horizon: the number of steps after which episodes were truncated, for files without
             `timeouts`; None if it is unknown.
+        mapping: as in `Arrays`, for further arrays.
     """
 
     name: ClassVar[str] = "d4rl"
     looks_for: ClassVar[str] = f"an HDF5 file with {', '.join(_NEEDED)} at its top"
 
     horizon: int | None = None
+    mapping: Mapping[str, Any] | Keys | None = None
 
     def __post_init__(self) -> None:
         if self.horizon is not None:
@@ -56,48 +59,50 @@ class D4RL(TableFormat):
         """Opens the file as a table."""
         with hdf5.open_file(source) as file:
             every = hdf5.below(file)
-            names = [name for name in every if name in _NAMES or name.startswith("infos/")]
-            arrays, texts, others = tabular.by_content({name: every[name] for name in names})
+            about = {name for name in every if within(name, "metadata")}
+            arrays, texts, others = tabular.by_content({n: every[n] for n in every.keys() - about})
             tabular.check_present(source, arrays, _NEEDED)
-            tabular.check_lengths(source, arrays)
+            leaves = to_ted(sorted(arrays), self.mapping, source, _OWN, "/")
+            columns, odd = tabular.step_columns(source, arrays, leaves)
             limit = ExpansionLimit(source, [source], self.max_expansion)
-            limit.add(declared_nbytes(arrays))
-            columns = {
-                _NAMES.get(name, "info" + name.removeprefix("infos")): array
-                for name, array in arrays.items()
-            }
-            notes: tuple[str, ...] = ()
-            if TRUNCATED in columns:
-                where, expected = f"{source}: horizon", "None for a file with its own 'timeouts'"
-                check(self.horizon is None, where, expected, f"{self.horizon}. Leave it out")
-            else:
-                terminated = tabular.flag_column(columns[TERMINATED], TERMINATED, source)
-                read = lambda start, stop: self._time_outs(terminated[:])[start:stop]
-                columns[TRUNCATED] = DerivedColumn(terminated.shape, terminated.dtype, read)
-                if self.horizon is None:
-                    how = "episodes end where one terminated only, and may be several in one. Give "
-                    how += "horizon= if you know it."
-                else:
-                    how = f"every {self.horizon} steps stand for one (horizon=)."
-                notes = (f"There are no time-outs in the file: {how}",)
+            limit.add(declared_nbytes(columns))
             metadata = hdf5.strings(file, limit)
             if isinstance(group := hdf5.own(file, "metadata"), h5py.Group):
                 metadata |= hdf5.strings(group, limit)
-            yield tabular.table_of(
+            has_ends = not columns.keys().isdisjoint((TRUNCATED, tabular.EPISODE))
+            if self.horizon is not None:
+                expected = "None for a file with its own 'timeouts' or numbers of episodes"
+                check(not has_ends, f"{source}: horizon", expected, f"{self.horizon}. Leave it out")
+                columns = self._with_time_outs(source, columns)
+            # Scalars at the top and in `metadata` are in the metadata.
+            inner = {name: name.removeprefix("metadata/") for name in every}
+            told = {name for name in every if not every[name].shape and "/" not in inner[name]}
+            table = tabular.table_of(
                 source,
                 columns,
                 files=[source],
-                key=("d4rl", self.horizon),
-                notes=notes,
+                key=("d4rl", self.horizon, *sorted(leaves.items())),
                 metadata=metadata,
-                left_out=others | texts.keys(),
+                left_out=(others | texts.keys() | odd | about) - told,
             )
+            how = f"every {self.horizon} steps stand for one (horizon=)."
+            if self.horizon is None:
+                how = "episodes end where one terminated only, and may be several in one. Give "
+                how += "horizon= if you know it."
+                has_ends |= bool(table.columns[TRUNCATED].any())  # told by a mask
+            notes = (f"There are no time-outs in the file: {how}",) * (not has_ends)
+            yield dataclasses.replace(table, notes=notes + table.notes)
 
-    def _time_outs(self, terminated: np.ndarray) -> np.ndarray:
-        """Returns bool `[T]`, True at every `horizon`-th step since the last termination."""
-        if self.horizon is None:
-            return np.zeros_like(terminated)
-        steps = np.arange(len(terminated))
-        starts = np.concatenate([[0], np.flatnonzero(terminated) + 1])
-        start = starts[np.searchsorted(starts, steps, side="right") - 1]
-        return ((steps - start + 1) % self.horizon == 0) & ~terminated
+    def _with_time_outs(self, source: Source, columns: Mapping[str, Column]) -> dict[str, Column]:
+        """Returns columns with time-outs at every `horizon`-th step since the last end."""
+        flags = tabular.with_flags(columns, np.array([len(columns[TERMINATED])]), source)
+
+        def read(start: int, stop: int) -> np.ndarray:
+            terminated, truncated = flags[TERMINATED][:], flags[TRUNCATED][:]
+            steps = np.arange(len(terminated))
+            begins = np.concatenate([[0], np.flatnonzero(terminated | truncated) + 1])
+            begin = begins[np.searchsorted(begins, steps, side="right") - 1]
+            is_late = (steps - begin + 1) % self.horizon == 0
+            return (truncated | (is_late & ~terminated))[start:stop]
+
+        return {**flags, TRUNCATED: DerivedColumn(flags[TRUNCATED].shape, np.dtype(bool), read)}

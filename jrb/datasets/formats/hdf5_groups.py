@@ -22,14 +22,9 @@ import numpy as np
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5, tabular
-from jrb.datasets.reading.names import check, natural_order
-from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, Column, EpisodeTables, Table
-
-_DONE_NOTE = "The files have one flag, 'done': it is taken for a termination, not for a time-out."
-_DONES_NOTE = (
-    "The file has one flag, 'dones', for a task that is done and for the end of a demonstration: "
-    "it is taken for a termination."
-)
+from jrb.datasets.reading.names import check, natural_order, to_ted, usual_leaf
+from jrb.datasets.reading.tabular import DONE, FLAGS, Column, EpisodeTables, Table
+from jrb.keys import within
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,16 +48,17 @@ class GroupFormat(tabular.EpisodeFormat):
         parent: the name of the HDF5 group that contains the episodes' groups.
         needed: the arrays or groups of arrays that each episode must have; the first is an array
             of T rows.
-        names: the leaf in TED for the first part of an array's name, such as `next/reward` for
-            `rewards`; one of the leaves must be `next/terminated`.
+        own: the names of arrays and groups that the format prescribes; see `to_ted`.
         carried: the first parts of leaves that may have T + 1 rows, such as `observation`.
+        beside: the group of arrays outside of the episodes that the facts report; "" for none.
     """
 
     pattern: ClassVar[re.Pattern[str]]
     parent: ClassVar[str] = "/"
     needed: ClassVar[tuple[str, ...]]
-    names: ClassVar[Mapping[str, str]]
+    own: ClassVar[tuple[str, ...]]
     carried: ClassVar[tuple[str, ...]] = ()
+    beside: ClassVar[str] = ""
 
     def groups(self, source: Source) -> list[EpisodeGroup]:
         """Returns the groups of one file after the other, each file's sorted by their numbers."""
@@ -90,7 +86,13 @@ class GroupFormat(tabular.EpisodeFormat):
         """Yields the group and the table of each episode in `numbers`; None for all."""
         groups = self.groups(source)
         chosen = groups if numbers is None else [groups[number] for number in numbers]
+        first: tuple[object, list[str]] | None = None
         for where, group in open_groups(chosen):
+            flags = [name for name in map(str, group) if usual_leaf(name, "/") in FLAGS]
+            first = first or (where, flags)
+            # Without a flag that others have, an episode would end in another way.
+            tabular.check_present(where, flags, first[1])
+            tabular.check_present(first[0], first[1], flags)
             table = self.table(where, hdf5.below(group))
             facts = self.facts(source, where) if numbers is None else {}
             yield where, dataclasses.replace(table, facts=facts)
@@ -105,29 +107,33 @@ class GroupFormat(tabular.EpisodeFormat):
         tabular.check_present(where, every, self.needed[:1])
         heads = dict.fromkeys(name.split("/")[0] for name in every)
         tabular.check_present(where, heads, self.needed)
-        steps, columns = len(every[self.needed[0]]), dict[str, Column]()
-        for name, array in every.items():
-            leaf, rows = self.leaf_of(name), len(array)
-            head = leaf.split("/")[0]
-            is_carried = head in self.carried and rows == steps + 1
-            if rows == steps or is_carried or head in ("observation", "action", "next"):
-                columns[leaf] = array
-        left_out = {name for name in arrays if self.leaf_of(name) not in columns}
-        seen = {name: column for name, column in columns.items() if tabular.is_seen(name)}
-        tabular.check_lengths(where, seen)
-        columns = tabular.with_next(columns, steps, self.carried)
-        tabular.check_lengths(where, columns)
+        leaves = to_ted(every, None, where, self.own, "/")
+        columns, _ = tabular.step_columns(where, every, leaves, self.carried)
+        steps = len(every[self.needed[0]])
+        left_out = {name for name in arrays if leaves.get(name) not in columns}
+        lengths = {n: len(column) for n, column in columns.items() if tabular.is_seen(n)}
+        check(len({*lengths.values()}) < 2, where, "arrays of one length", lengths)
         got = f"{steps} steps of {list(every)}"
-        check(steps and seen, where, "observations of one step or more", got)
-        columns.setdefault(TRUNCATED, np.zeros(steps, bool))
-        for name in (TERMINATED, TRUNCATED):
-            columns[name] = tabular.flag_column(columns[name], name, where)
-        return Table(columns, np.array([steps]), left_out=left_out)
+        check(steps and lengths, where, "observations of one step or more", got)
+        columns = tabular.with_next(columns, steps, self.carried)
+        done, ends = [repr(name) for name in every if leaves[name] == DONE], np.array([steps])
+        flagged = tabular.with_flags(columns, ends, where)
+        notes = tabular.flag_notes(columns, *done) + tabular.mask_notes(flagged)
+        return Table(flagged, ends, notes=notes, left_out=left_out)
 
-    def leaf_of(self, name: str) -> str:
-        """Returns the leaf in TED for the name of an array in a group."""
-        first, *parts = name.split("/")
-        return "/".join([self.names.get(first, first), *parts])
+    def file_notes(self, source: Source) -> tuple[str, ...]:
+        """Returns notes on gaps in the groups' numbers, and on arrays outside of all groups."""
+        notes, outside = list[str](), set[str]()
+        for path, neighbours in itertools.groupby(self.groups(source), lambda each: each.path):
+            groups = list(neighbours)
+            if missing := groups[-1].number - groups[0].number - len(groups) + 1:
+                between = " and ".join(os.path.basename(groups[k].name) for k in (0, -1))
+                file = os.path.basename(path)
+                notes.append(f"{file}: {missing} numbers are missing between {between}.")
+            if hdf5.is_hdf5(path):
+                outside |= hdf5.outside(path, {each.name for each in groups})
+        outside = {name for name in outside if not within(name, self.beside)}
+        return (*notes, *tabular.left_out_note(outside))
 
 
 def open_groups(groups: Sequence[EpisodeGroup]) -> Iterator[tuple[EpisodeGroup, h5py.Group]]:
@@ -140,38 +146,20 @@ def open_groups(groups: Sequence[EpisodeGroup]) -> Iterator[tuple[EpisodeGroup, 
                 yield where, group
 
 
-def gap_notes(groups: Sequence[EpisodeGroup]) -> tuple[str, ...]:
-    """Returns a note on each file whose groups' numbers have gaps."""
-    notes = list[str]()
-    for path, neighbours in itertools.groupby(groups, operator.attrgetter("path")):
-        first, *others = neighbours
-        last = others[-1] if others else first
-        if missing := last.number - first.number - len(others):
-            between = " and ".join(os.path.basename(each.name) for each in (first, last))
-            file = os.path.basename(path)
-            notes.append(f"{file}: {missing} numbers are missing between {between}.")
-    return tuple(notes)
-
-
 @dataclasses.dataclass(frozen=True)
 class RoboSet(GroupFormat):
     """HDF5 files with `Trial<N>/{observations, actions, rewards, done, env_infos, ...}`.
 
-    All arrays have the trial's length. The facts are `seed`, the index of the file, and `episode`,
+    All arrays have the trial's length. `done` may be missing; trials are then taken for truncated.
+    The facts are `seed`, the index of the file, and `episode`,
     the trial's number. Files are read in the order of their names, trials by their numbers.
     """
 
     name: ClassVar[str] = "roboset"
     looks_for: ClassVar[str] = "an HDF5 file with groups Trial<N>, or a folder of such"
     pattern: ClassVar[re.Pattern[str]] = re.compile(r"Trial(\d+)")
-    needed: ClassVar[tuple[str, ...]] = ("actions", "rewards", "done")
-    names: ClassVar[Mapping[str, str]] = {
-        "observations": "observation",
-        "actions": "action",
-        "rewards": "next/reward",
-        "done": "next/terminated",
-        "env_infos": "info",
-    }
+    needed: ClassVar[tuple[str, ...]] = ("actions", "rewards")
+    own: ClassVar[tuple[str, ...]] = (*needed, "observations", "done", "env_infos")
 
     def is_own(self, source: str, name: str) -> bool:
         """Returns True if the file `name` in the folder `source` is an HDF5 file."""
@@ -199,30 +187,27 @@ class RoboSet(GroupFormat):
     def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Returns the names of the files as metadata, and notes."""
         names = [os.path.basename(path) for path in self.files(source)]
-        return {"files": names}, (_DONE_NOTE, *gap_notes(self.groups(source)))
+        return {"files": names}, self.file_notes(source)
 
 
 @dataclasses.dataclass(frozen=True)
 class Robomimic(GroupFormat):
     """One HDF5 file with `data/demo_<k>/{obs, next_obs, actions, rewards, dones, states}`.
 
-    The metadata have `env_args`, the arguments of the environment, from JSON. Rewards may be
-    missing. The facts are `demo`, the number of a demonstration, and `mask/<key>`, bool, True if
-    the file lists it under this key, such as `train`.
+    The metadata have `env_args`, the arguments of the environment, from JSON. Rewards and `dones`
+    may be missing, as in files of Isaac Lab: the end of a demonstration without flags is taken for
+    truncated, as nothing says that its value is 0. The facts are `demo`, the number of a
+    demonstration, and `mask/<key>`, bool, True if the file lists it under this key, such as
+    `train`.
     """
 
     name: ClassVar[str] = "robomimic"
     looks_for: ClassVar[str] = "an HDF5 file with groups data/demo_<k>"
     pattern: ClassVar[re.Pattern[str]] = re.compile(r"demo_(\d+)")
     parent: ClassVar[str] = "data"
-    needed: ClassVar[tuple[str, ...]] = ("actions", "dones")
-    names: ClassVar[Mapping[str, str]] = {
-        "obs": "observation",
-        "next_obs": "next/observation",
-        "actions": "action",
-        "rewards": "next/reward",
-        "dones": "next/terminated",
-    }
+    needed: ClassVar[tuple[str, ...]] = ("actions",)
+    own: ClassVar[tuple[str, ...]] = (*needed, "obs", "next_obs", "rewards", "dones")
+    beside: ClassVar[str] = "mask"
 
     def files(self, source: Source) -> list[str]:
         """Returns the source, which is one file."""
@@ -257,7 +242,7 @@ class Robomimic(GroupFormat):
                 shown = sorted(missing, key=natural_order)[:3] + ["..."] * (len(missing) > 3)
                 lists = f"mask/{key} lists {len(missing)} demonstrations that are not in the file"
                 notes.append(f"{lists}: {', '.join(shown)}.")
-        return metadata, (_DONES_NOTE, *notes, *gap_notes(groups))
+        return metadata, (*notes, *self.file_notes(source))
 
     def _masks(self, source: Source) -> dict[str, set[str]]:
         """Returns the file's lists of demonstrations: a set of names for each key."""

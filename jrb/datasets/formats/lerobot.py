@@ -20,7 +20,7 @@ from jrb.datasets.formats import lerobot_meta
 from jrb.datasets.formats.lerobot_meta import LeRobotMeta
 from jrb.datasets.reading import arrow, images, tabular
 from jrb.datasets.reading.names import check, to_ted
-from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, TRUNCATED, Column, Table
+from jrb.datasets.reading.tabular import DONE, TERMINATED, Column, Table
 
 # Columns of every dataset with one number per step, though `info.json` gives them the shape [1].
 _OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
@@ -77,16 +77,10 @@ class LeRobot(tabular.TableFormat):
             columns[names[feature]] = images.video_column(paths, begins, ends, times, frame, fps)
             how = "are decoded from a video, which keeps them inexactly"
             notes.append(f"The frames {feature} {how}.")
-        present = [name for name in FLAGS if name in columns]
-        flags = {n: tabular.flag_column(columns.pop(n), n, source) for n in present}
-        columns |= self._ends(flags, int(ends[-1]))
-        if not flags:
-            notes.append("Nothing tells how episodes ended: all are taken for truncated.")
-        elif DONE in flags and TERMINATED not in flags:
-            other = ", unless they are truncated" * (TRUNCATED in flags)
-            notes.append(
-                f"Steps that are done (next.done) are taken for {self.done}{other} (done=)."
-            )
+        if self.done == "truncated" and DONE in columns:
+            columns.setdefault(TERMINATED, np.zeros(int(ends[-1]), bool))
+        notes += tabular.flag_notes(columns, "'next.done', see done=")
+        columns = tabular.with_flags(columns, ends, source)
         metadata = {name: value for name, value in meta.info.items() if not name.endswith("_path")}
         yield Table(columns, ends, meta.facts, metadata | {"tasks": meta.tasks}, tuple(notes))
 
@@ -107,19 +101,6 @@ class LeRobot(tabular.TableFormat):
             f"its shape is {about['shape']}": len(about["shape"]) != 3,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
-
-    def _ends(self, flags: Mapping[str, tabular.DerivedColumn], steps: int) -> dict[str, Column]:
-        """Returns the columns `terminated` and `truncated`, computed from the stored flags."""
-
-        def combined(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-            read = {name: flag[start:stop] for name, flag in flags.items()}
-            if TERMINATED not in read and self.done == "truncated":
-                read[TERMINATED] = np.zeros(stop - start, bool)
-            return tabular.combined_flags(stop - start, *map(read.get, FLAGS))
-
-        read = lambda which: lambda start, stop: combined(start, stop)[which]
-        column = lambda which: tabular.DerivedColumn((steps,), np.dtype(bool), read(which))
-        return {TERMINATED: column(0), TRUNCATED: column(1)}
 
 
 def _columns(files: arrow.ArrowFiles, meta: LeRobotMeta) -> tuple[dict[str, Column], list[str]]:

@@ -180,17 +180,14 @@ def _path_in(root: str, template: Any, **fields: Any) -> str:
 
 
 def _facts(lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns the numbers that all episodes have, arrays `[K]`, and `tasks`, tuples of texts."""
+    """Returns the entries of episodes, arrays `[K]`; of objects, lists as tuples, if no numbers."""
     facts: dict[str, np.ndarray] = {}
     for name in dict.fromkeys(name for line in lines for name in line):
-        values = [line.get(name) for line in lines]
-        is_number = all(isinstance(value, bool | int | float) for value in values)
-        if is_number and name not in _OWN and not name.startswith(_GROUPS):
-            facts[name] = np.array(values)
-    if any("tasks" in line for line in lines):
-        texts = [line.get("tasks") for line in lines]
-        facts["tasks"] = np.empty(len(texts), object)
-        facts["tasks"][:] = [tuple(each) if isinstance(each, list) else each for each in texts]
+        if name not in _OWN and not name.startswith(_GROUPS):
+            entries = (line.get(name) for line in lines)
+            values = [tuple(entry) if isinstance(entry, list) else entry for entry in entries]
+            is_number = all(isinstance(value, bool | int | float) for value in values)
+            facts[name] = np.array(values) if is_number else np.fromiter(values, object)
     return facts
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from jrb.authoring import require
 from jrb.datasets.format import Source
 from jrb.datasets.formats.arrays import read_json
-from jrb.datasets.formats.hdf5_groups import EpisodeGroup, GroupFormat, gap_notes, open_groups
+from jrb.datasets.formats.hdf5_groups import EpisodeGroup, GroupFormat, open_groups
 from jrb.datasets.reading import arrow, hdf5, images, tabular
-from jrb.datasets.reading.names import check
+from jrb.datasets.reading.names import check, usual_leaf
 from jrb.datasets.reading.tabular import Column, DerivedColumn, EpisodeTables
 
 METADATA = "metadata.json"
@@ -45,7 +45,8 @@ class Minari(GroupFormat):
     Entries of tuples become entries of dicts, `_index_0` and so on. `infos` with T + 1 rows, where
     the first is from the reset, become `info`, known before the action, and `next/info`, which
     came with the reward; `infos` with T rows become `info`. JPEG images are decoded. Other values
-    than numeric arrays, and infos whose shape or dtype varies by episode, are left out.
+    than numeric arrays, and infos and further arrays whose shape or dtype varies by episode, are
+    left out.
     """
 
     name: ClassVar[str] = "minari"
@@ -59,14 +60,7 @@ class Minari(GroupFormat):
     )
     pattern: ClassVar[re.Pattern[str]] = re.compile(r"episode_(0|[1-9]\d*)")
     needed: ClassVar[tuple[str, ...]] = ("rewards", "observations", *_PADDED)
-    names: ClassVar[Mapping[str, str]] = {
-        "observations": "observation",
-        "actions": "action",
-        "rewards": "next/reward",
-        "terminations": "next/terminated",
-        "truncations": "next/truncated",
-        "infos": "info",
-    }
+    own: ClassVar[tuple[str, ...]] = (*needed, "infos")
     carried: ClassVar[tuple[str, ...]] = ("observation", "info")
 
     def matches(self, source: Source) -> bool:
@@ -117,35 +111,37 @@ class Minari(GroupFormat):
         groups, (_, about, _) = self.groups(source), _about(source)
         ((_, arrays),) = self._arrays(source, groups[:1])
         is_jpeg = lambda column: isinstance(column, JpegColumn | images.ImageColumn)
-        jpeg = [self.leaf_of(name) for name, column in arrays.items() if is_jpeg(column)]
-        notes = about.get("notes")
-        notes = [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
+        jpeg = [usual_leaf(name, "/") for name, column in arrays.items() if is_jpeg(column)]
+        told, notes = about.get("notes"), list[str]()
+        if isinstance(told, list) and all(isinstance(note, str) for note in told):
+            notes += told  # and not in the metadata, where they would be shown again
+            about = {name: value for name, value in about.items() if name != "notes"}
         if jpeg:
             notes.append(
                 f"Images of {', '.join(jpeg)} are kept as JPEG, which loses detail: these are the "
                 "decoded images, not the ones that were seen."
             )
-        return {**about, "jpeg": jpeg}, (*notes, *gap_notes(groups))
+        return {**about, "jpeg": jpeg}, (*notes, *self.file_notes(source))
 
     def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
         """Yields the place and the table of each episode in `numbers`; None for all."""
         groups, files = self.groups(source), self.files(source)
-        infos = tabular.cached(files, (self, "infos"), lambda: self._infos(source, groups))
+        alike = tabular.cached(files, (self, "alike"), lambda: self._alike(source, groups))
         chosen = groups if numbers is None else [groups[number] for number in numbers]
         for where, arrays in self._arrays(source, chosen):
-            others = {name for name in arrays if name.startswith("infos/") and name not in infos}
+            others = {n for n in arrays if n.split("/")[0] not in self.needed} - alike
             table = self.table(where, {n: array for n, array in arrays.items() if n not in others})
             facts = self.facts(source, where) if numbers is None else {}
             left_out = {*table.left_out, *others}
             yield where, dataclasses.replace(table, left_out=left_out, facts=facts)
 
-    def _infos(self, source: Source, groups: Sequence[EpisodeGroup]) -> set[str]:
-        """Returns the names of infos with the same shape and dtype in all episodes."""
+    def _alike(self, source: Source, groups: Sequence[EpisodeGroup]) -> set[str]:
+        """Returns the names of arrays that Minari does not need, but all episodes have alike."""
         alike: set[Any] | None = None
         for _, arrays in self._arrays(source, groups):
             steps, forms = len(arrays.get("rewards") or ()), set[Any]()
             for name, array in tabular.by_content(arrays)[0].items():
-                if name.startswith("infos/"):
+                if name.split("/")[0] not in self.needed:
                     forms.add(
                         (name, tuple(array.shape[1:]), np.dtype(array.dtype), len(array) - steps)
                     )
@@ -158,10 +154,10 @@ class Minari(GroupFormat):
         """Yields each episode's arrays by their names in HDF5; None for values that are none."""
         _, about, spaces = _about(source)
         if not _is_hdf5(about):
-            yield from ((where, _in_tables(where, spaces, self.names)) for where in groups)
+            yield from ((where, _in_tables(where, spaces, self.own)) for where in groups)
             return
         for where, group in open_groups(groups):
-            arrays = {n: a for n, a in hdf5.below(group).items() if n.split("/")[0] in self.names}
+            arrays = hdf5.below(group)
             for name in spaces.keys() & arrays.keys():
                 # JPEG images are rows of bytes, of equal or different lengths.
                 shape, column = spaces[name].shape, arrays[name]
@@ -238,7 +234,7 @@ def _jpeg_column(column: Column, where: str, shape: tuple[int, ...]) -> JpegColu
 
 
 def _in_tables(
-    where: EpisodeGroup, spaces: Mapping[str, MinariSpace], roles: Mapping[str, str]
+    where: EpisodeGroup, spaces: Mapping[str, MinariSpace], own: Sequence[str]
 ) -> dict[str, Column]:
     """Returns the arrays by name of the tables in an episode's folder."""
     paths = arrow.tables(where.path)
@@ -249,11 +245,9 @@ def _in_tables(
     names = {space.fields: name for name, space in spaces.items()}
     for path, kind in [*((path, None) for path in numbers.values()), *others]:
         name, column = names.get(path, "/".join(path)), None
-        if path[0] not in roles:
-            continue
         if kind is None:
             column = _shaped(arrow.ArrowColumn(files, path), files.schema, path, spaces.get(name))
-        elif types.is_binary(kind):
+        elif types.is_binary(kind) and path[0] in own:
             column = images.ImageColumn(files, path, has_channels=False)
         if column is not None and path[0] in _PADDED:
             column = tabular.rows_at(column, np.arange(len(column) - 1))

@@ -18,10 +18,10 @@ from jrb.authoring import checks
 from jrb.datasets.format import Source
 from jrb.datasets.reading import npz, tabular
 from jrb.datasets.reading.names import check, natural_order, to_ted
-from jrb.datasets.reading.tabular import DONE, TERMINATED, Column, EpisodeTables, Table
+from jrb.datasets.reading.tabular import DONE, TERMINATED, TRUNCATED, Column, EpisodeTables, Table
 from jrb.keys import Keys, within
 
-_FLAGS = {"is_terminal": TERMINATED, "is_last": DONE, "is_first": None}
+_FLAGS = {"is_terminal": TERMINATED, "is_last": DONE}
 _ARRIVES = (
     "A row is taken for an observation, and the action and the reward that led to it: the first "
     "row of each file has the observation of the reset alone (arrives=)."
@@ -33,7 +33,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
     """A folder of `.npz` files, one per episode, in the order of the numbers in their names.
 
     Observations have as many rows as actions, or one more. If there are no flags, an episode
-    terminated if its last `discount` is 0, and was truncated otherwise.
+    terminated if its last `discount` or mask is 0, and was truncated otherwise.
 
     Attributes:
         mapping: as in `Arrays`.
@@ -70,7 +70,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
         if self.arrives is not None or not paths:
             return self
         with npz.open_file(paths[0], self.max_expansion) as arrays:
-            columns = self._columns(paths[0], tabular.by_content(arrays)[0])
+            columns, _ = self._columns(paths[0], tabular.by_content(arrays)[0])
             led = [name for name in columns if within(name, "action") or name == "next/reward"]
             is_zero = not any(columns[name][:1].any() for name in led)
             arrives = is_zero and bool({"discount", "is_first"} & arrays.keys())
@@ -82,30 +82,29 @@ class NpzEpisodes(tabular.EpisodeFormat):
         for path in paths if numbers is None else [paths[number] for number in numbers]:
             with npz.open_file(path, self.max_expansion) as arrays:
                 every, texts, others = tabular.by_content(arrays)
-                table = self._table(path, self._columns(path, every), others | texts.keys())
+                columns, odd = self._columns(path, every)
+                table = self._table(path, columns, others | texts.keys() | odd)
                 yield path, dataclasses.replace(table, facts={"file": os.path.basename(path)})
 
-    def _columns(self, path: str, arrays: Mapping[str, Column]) -> dict[str, Column]:
-        """Returns the arrays by their names in TED."""
+    def _columns(
+        self, path: str, arrays: Mapping[str, Column]
+    ) -> tuple[dict[str, Column], set[str]]:
+        """Returns the arrays by their names in TED, and the names of those of other lengths."""
         leaves = to_ted(arrays, self.mapping, path)
-        columns = {leaves[name]: column for name, column in arrays.items()}
-        tabular.check_roles_present(path, leaves, ("observation", "action"))
         for name, leaf in _FLAGS.items():
-            flag = columns.pop(name, None)
-            if flag is not None and leaf is not None:
-                columns.setdefault(leaf, flag)
-        return columns
+            if name in leaves and leaf not in leaves.values():
+                leaves[name] = leaf
+        tabular.check_roles_present(path, leaves, ("observation", "action"))
+        columns, odd = tabular.step_columns(path, arrays, leaves, ("observation",))
+        return {name: column for name, column in columns.items() if name != "is_first"}, odd
 
     def _table(self, path: str, columns: Mapping[str, Column], left_out: set[str]) -> Table:
         """Returns the table of a file's steps, without rows that only complete other steps."""
-        counts = {len(column) for name, column in columns.items() if not tabular.is_seen(name)}
-        stops = {len(column) for name, column in columns.items() if tabular.is_seen(name)}
-        count, stop = min(counts), min(stops)
-        first = int(bool(self.arrives) and stop == count)
+        count = min(len(column) for name, column in columns.items() if not tabular.is_seen(name))
+        rows = {len(column) for name, column in columns.items() if tabular.is_seen(name)}
+        first = int(bool(self.arrives) and rows == {count})
         steps = count - first
-        rows = {name: len(column) for name, column in columns.items()}
-        is_right = len(counts) == len(stops) == 1 and stop in (count, count + 1) and steps > 0
-        check(is_right, path, "steps of one number in all arrays", rows)
+        check(len(rows) == 1 and steps > 0, path, "observations of one step or more", rows)
         if first:
             rows = np.arange(1, count)
             columns = {
@@ -114,9 +113,9 @@ class NpzEpisodes(tabular.EpisodeFormat):
             }
         columns = tabular.with_next(columns, steps, ("observation",))
         if columns.keys().isdisjoint(tabular.FLAGS):
-            terminated = np.zeros(steps, bool)
-            terminated[-1] = "discount" in columns and not columns["discount"][steps - 1 :].any()
-            columns[TERMINATED] = terminated
+            # A mask tells how the episode ended; without one, it is taken for truncated.
+            flag = DONE if tabular.bootstrap_masks(columns) else TRUNCATED
+            columns[flag] = np.arange(steps) == steps - 1
         table = tabular.table_of(path, columns, notes=(_ARRIVES,) * first, left_out=left_out)
         got = f"one that ends after {table.ends[0]} of {steps} steps"
         check(len(table.ends) == 1, path, "one episode in the file", got)

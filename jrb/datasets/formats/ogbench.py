@@ -17,11 +17,12 @@ import numpy as np
 
 from jrb.datasets.format import Source
 from jrb.datasets.reading import npz, tabular
-from jrb.datasets.reading.names import check
-from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, Table, TableFormat
+from jrb.datasets.reading.names import check, to_ted, usual_leaf
+from jrb.datasets.reading.tabular import DONE, TERMINATED, TRUNCATED, Table, TableFormat
 
-_NAMES = {"observations": "observation", "actions": "action"}
 _NEEDED = ("observations", "actions", "terminals")
+_MADE = {DONE, TERMINATED, TRUNCATED, "next/observation"}
+"""The leaves that the layout implies: a file that has them too has another layout."""
 _NOTES = (
     "There are no rewards in the file, as goals are chosen after the fact.",
     "Episodes end by their time-outs; the action of the last row of each led nowhere and is left "
@@ -39,7 +40,9 @@ class OGBench(TableFormat):
     def matches(self, source: Source) -> bool:
         """Returns True if the file has OGBench's arrays, and no rewards."""
         names = npz.top(source)
-        return set(_NEEDED) <= names and not any(name.startswith("reward") for name in names)
+        has_more = not _MADE.isdisjoint(map(usual_leaf, names - {"terminals"}))
+        has_more |= any(name.startswith("reward") for name in names)
+        return set(_NEEDED) <= names and not has_more
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
@@ -47,31 +50,28 @@ class OGBench(TableFormat):
         with npz.open_file(source, self.max_expansion) as every:
             arrays, texts, others = tabular.by_content(every)
             tabular.check_present(source, arrays, _NEEDED)
-            tabular.check_lengths(source, arrays)
+            leaves = to_ted(arrays, None, source, _NEEDED)
+            columns, odd = tabular.step_columns(source, arrays, leaves)
             stops = tabular.ends_of(
-                tabular.flag_column(arrays["terminals"], "terminals", source)[:]
+                tabular.flag_column(columns[TERMINATED], "terminals", source)[:]
             )
             short = np.flatnonzero(np.diff(stops, prepend=0) < 2)
             got = f"one of episode {', '.join(map(str, short[:1]))}"
             where = f"{source}: 'terminals'"
             check(not len(short), where, "two rows or more of each episode", got)
-            rows = np.delete(np.arange(len(arrays["terminals"])), stops - 1)
-            ends, observation = stops - np.arange(1, len(stops) + 1), arrays["observations"]
+            rows = np.delete(np.arange(len(columns[TERMINATED])), stops - 1)
+            ends, observation = stops - np.arange(1, len(stops) + 1), columns["observation"]
+            odd |= {name for name in leaves if leaves[name] in _MADE} - {"terminals"}
             columns = {
-                _NAMES.get(name, name): tabular.rows_at(array, rows)
-                for name, array in arrays.items()
-                if name != "terminals"
+                leaf: tabular.rows_at(column, rows)
+                for leaf, column in columns.items()
+                if leaf not in _MADE
             }
-            truncated = np.isin(np.arange(len(rows)), ends - 1)
-            terminated = np.zeros_like(truncated)
+            masks = tabular.bootstrap_masks(columns)
+            columns["next/observation"] = tabular.rows_at(observation, rows + 1)
             yield Table(
-                {
-                    **columns,
-                    "next/observation": tabular.rows_at(observation, rows + 1),
-                    TERMINATED: terminated,
-                    TRUNCATED: truncated,
-                },
+                tabular.with_flags(columns, ends, source),
                 ends,
-                notes=_NOTES,
-                left_out=others | texts.keys(),
+                notes=_NOTES + tabular.flag_notes(columns) * bool(masks),
+                left_out=others | texts.keys() | odd,
             )

@@ -18,12 +18,12 @@ import numpy as np
 from jrb.authoring import checks
 from jrb.datasets.format import Source
 from jrb.datasets.reading import tabular
-from jrb.datasets.reading.names import check, check_names
+from jrb.datasets.reading.names import check, check_names, usual_leaf
 from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, EpisodeTables, Table, is_seen
 from jrb.keys import within
 
 _FIRST, _LAST, _TERMINAL = _FLAGS = ("is_first", "is_last", "is_terminal")
-_NO_TERMINAL = "No step says 'is_terminal': all episodes are taken for truncated ones."
+_NO_TERMINAL = "No step says 'is_terminal'."
 
 Leaves = dict[str, np.ndarray]
 
@@ -33,7 +33,8 @@ class RLDS(tabular.EpisodeFormat):
     """Episodes of RLDS.
 
     Opening reads all episodes once. `discount` and other leaves of steps keep their names; numbers
-    of an episode outside its steps become facts.
+    of an episode outside its steps become facts. Without `is_terminal`, an episode terminated if
+    its last `discount` or mask is 0.
 
     Attributes:
         last: the treatment of the last step (`is_last`) of an episode. In RLDS only its observation
@@ -116,7 +117,9 @@ def _table(where: str, episode: Any, keeps_last: bool) -> Table:
     every = _arrays(where, episode["steps"])
     leaves = {name: leaf for name, leaf in every.items() if _is_numeric(leaf) and leaf.shape}
     tabular.check_present(where, leaves, [_LAST])
-    tabular.check_lengths(where, leaves)
+    roles = {n: TERMINATED if n in _FLAGS else usual_leaf(n, "/") or n for n in leaves}
+    _, odd = tabular.step_columns(where, leaves, roles)
+    leaves = {name: leaf for name, leaf in leaves.items() if name not in odd}
     _check_flags(where, leaves)
     besides = dict(_flat({name: each for name, each in episode.items() if name != "steps"}))
     facts = {name: each for name, each in besides.items() if _is_numeric(each) and not each.shape}
@@ -127,13 +130,16 @@ def _table(where: str, episode: Any, keeps_last: bool) -> Table:
     drops = (is_last or is_terminal) and not keeps_last
     own = {name for name in leaves if name not in (*_FLAGS, "discount") and not is_seen(name)}
     dropped = ", ".join(sorted(name for name in own if drops and np.any(leaves[name][-1:])))
-    notes = (_NO_TERMINAL,) * (_TERMINAL not in leaves)
+    steps, notes = len(leaves[_LAST]) - drops, ()
+    if _TERMINAL not in leaves:
+        masks = {name: leaves[name] for name in tabular.bootstrap_masks(leaves)}
+        is_terminal = any(not mask[:steps][-1:].any() for mask in masks.values())
+        notes = (" ".join([_NO_TERMINAL, *tabular.flag_notes(masks)]),)
     if dropped:
         notes += (
             f"Last steps are left out, though they are not zero in {dropped}. Open with "
             "last='keep' if these are steps of their own.",
         )
-    steps = len(leaves[_LAST]) - drops
     expected = "observations of one step or more, and one after the last"
     has_steps, got = steps > 0 and any(map(is_seen, leaves)), f"{steps} steps of {list(leaves)}"
     check(has_steps, where, expected, f"{got}. Leave it out")

@@ -10,7 +10,7 @@ import numpy as np
 from h5py import h5d  # pyright: ignore[reportAttributeAccessIssue]: in C
 
 from jrb.authoring import ExpansionLimit, declared_nbytes
-from jrb.datasets.reading.names import check, check_names
+from jrb.datasets.reading.names import check, check_names, names_above
 from jrb.datasets.reading.tabular import Column, DerivedColumn
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -75,6 +75,15 @@ def below(group: h5py.Group, prefix: str = "") -> dict[str, Column]:
     if not prefix:
         check_names(path, arrays)
     return arrays
+
+
+def outside(path: str, groups: set[str]) -> set[str]:
+    """Returns the names of the datasets of a file that are in none of `groups`, such as `/a/b`."""
+    names = set[str]()
+    with open_file(path) as file:  # links are not visited
+        is_array = lambda entry: isinstance(entry, h5py.Dataset)
+        file.visititems(lambda name, entry: names.update([os.fsdecode(name)] * is_array(entry)))
+    return {name for name in names if groups.isdisjoint(names_above(f"/{name}"))}
 
 
 def _column(path: str, name: str, entry: h5py.Dataset) -> DerivedColumn:

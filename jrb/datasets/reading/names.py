@@ -11,18 +11,23 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Keys) if field.name !=
 ROLES = {**{name: path_name(getattr(TED, name)) for name in FIELDS}, "episode": "episode"}
 """The fields of `jrb.Keys`, here called roles, and the names of their leaves in TED."""
 
-_USUAL = {
+USUAL_NAMES = {
     "observation": ("obs", "observation", "observations"),
     "action": ("action", "actions"),
-    "reward": ("reward", "rewards"),
-    "done": ("done", "dones"),
-    "terminated": ("terminated", "terminal", "terminals", "termination", "terminations"),
-    "truncated": ("truncated", "timeout", "timeouts", "truncation", "truncations"),
-    "next_observation": ("next_obs", "next_observation", "next_observations"),
+    "next/reward": ("reward", "rewards"),
+    "next/done": ("done", "dones"),
+    "next/terminated": ("terminated", "terminal", "terminals", "termination", "terminations"),
+    "next/truncated": ("truncated", "timeout", "timeouts", "truncation", "truncations"),
+    "next/observation": ("next_obs", "next_observation", "next_observations"),
     "episode": ("episode", "episode_id", "episode_index"),
+    "info": ("info", "infos", "env_infos"),
 }
-_ROLE_OF = {name: role for role, names in _USUAL.items() for name in names}
-_SEPARATOR = re.compile(r"[./]")
+"""The names that arrays of all formats have in files, by the leaf in TED for which they stand."""
+
+MASK_NAMES = ("mask", "masks", "discount", "discounts", "not_done", "not_dones")
+"""The leaves, at the top or below `next`, that are 0 where the next value counts as 0."""
+
+_LEAF_OF = {name: leaf for leaf, names in USUAL_NAMES.items() for name in names}
 _DEPTH = 64  # maximum number of parts of a name
 
 
@@ -49,35 +54,44 @@ def check_names(source: object, names: Iterable[str]) -> None:
         check(name not in seen, source, "one array of each name", f"{name!r} twice")
         seen.add(name)
     for name in sorted(seen):
-        above = ", ".join(_above(name) & seen)
+        above = ", ".join(names_above(name) & seen)
         check(not above, source, f"'{above}' to be an array or a group of arrays", "both")
 
 
-def _above(name: str) -> set[str]:
+def names_above(name: str) -> set[str]:
     """Returns the names above a name: `a` and `a/b` for `a/b/c`."""
     parts = name.split("/")
     return {"/".join(parts[:count]) for count in range(1, len(parts))}
 
 
 def to_ted(
-    names: Iterable[str], mapping: Mapping[str, Any] | Keys | None, source: object
+    names: Iterable[str],
+    mapping: Mapping[str, Any] | Keys | None,
+    source: object,
+    own: Iterable[str] = (),
+    separators: str = "./",
 ) -> dict[str, str]:
     """Returns the leaf in TED for each name in a file, such as `{"rewards": "next/reward"}`.
 
     `mapping` is a dict from names in the file to fields of `jrb.Keys` (`"reward"`) or to leaves of
     TED (`("next", "reward")`, `"next/reward"`); or a `jrb.Keys` with the names in the file. Names
-    without a mapping are looked up in a list of usual ones (`obs`, `next_obs`, `rewards`, ...), and
-    else kept. Dots and slashes separate levels: a name that is mapped or usual also renames the
-    names below it (`obs.arm`, `obs/arm`).
+    without a mapping are looked up in `USUAL_NAMES`, and else kept. Dots and slashes, or the given
+    `separators`, separate levels: a name that is mapped or usual also renames the names below it
+    (`obs.arm`, `obs/arm`). `own` are usual names that a format prescribes: another usual name of
+    the same leaf then keeps its own.
     """
     names = list(names)
     mapped, leaves = _mapped(names, mapping, source), dict[str, str]()
+    for name in own:
+        is_free = not any(within(_LEAF_OF[name], leaf) for leaf in mapped.values())
+        if is_free and any(_match(other, {name}, separators)[0] for other in names):
+            mapped[name] = _LEAF_OF[name]
     for name in names:
-        head, parts = _match(name, mapped)
+        head, parts = _match(name, mapped, separators)
         if head is not None:
             leaves[name] = "/".join([mapped[head], *parts])
             continue
-        usual, parts = _usual(name), _SEPARATOR.split(name)
+        usual, parts = usual_leaf(name, separators), re.split(f"[{separators}]", name)
         if usual is not None and not any(within(usual, leaf) for leaf in mapped.values()):
             leaves[name] = usual
         else:
@@ -85,7 +99,7 @@ def to_ted(
     # A leaf below another one, such as `action.tokens` if there is `action`, keeps its name.
     every = set(leaves.values())
     is_below = {
-        name: "/" not in name and bool(_above(leaf) & every) for name, leaf in leaves.items()
+        name: "/" not in name and bool(names_above(leaf) & every) for name, leaf in leaves.items()
     }
     leaves = {name: name if is_below[name] else leaf for name, leaf in leaves.items()}
     _check_apart(leaves, source, "mapping=")
@@ -107,7 +121,7 @@ def episode_text(
         check(mapped[text] == episode, where, "numbers", got)
     if mapped_texts or episode in to_ted(names, mapping, source).values():
         return mapped_texts
-    usual = [text for text in texts if _usual(text) == episode]
+    usual = [text for text in texts if usual_leaf(text) == episode]
     return usual if len(usual) == 1 else []
 
 
@@ -139,7 +153,7 @@ def _mapped(
     """Returns a mapping in one form: leaf in TED by name in the file; raises if it is wrong."""
     if mapping is None:
         return {}
-    is_present = lambda name: any(_match(other, {name: name})[0] is not None for other in names)
+    is_present = lambda name: any(_match(other, {name})[0] is not None for other in names)
     mapped: dict[str, str] = {}
     if isinstance(mapping, Keys):
         for role, leaf in ROLES.items():
@@ -166,24 +180,30 @@ def _mapped(
     return mapped
 
 
-def _match(name: str, mapped: Mapping[str, str]) -> tuple[str | None, list[str]]:
-    """Returns the longest mapped name that equals or contains a name, and the parts below it."""
-    for head in sorted(mapped, key=len, reverse=True):
+def _match(name: str, heads: Iterable[str], separators: str = "./") -> tuple[str | None, list[str]]:
+    """Returns the longest of `heads` that equals or contains a name, and the parts below it."""
+    for head in sorted(heads, key=len, reverse=True):
         for form in (head, head.replace("/", ".")):
-            if name == form or name.startswith((form + "/", form + ".")):
-                return head, list(filter(None, _SEPARATOR.split(name[len(form) :])))
+            if name == form or name.startswith(tuple(form + each for each in separators)):
+                parts = re.split(f"[{separators}]", name[len(form) :])
+                return head, list(filter(None, parts))
     return None, []
 
 
-def _usual(name: str) -> str | None:
+def usual_leaf(name: str, separators: str = "./") -> str | None:
     """Returns the leaf in TED for a usual name such as `obs` or `next.reward`; else None."""
-    first, *parts = _SEPARATOR.split(name)
+    first, *parts = re.split(f"[{separators}]", name)
     if first != "next" or not parts:
-        role = _ROLE_OF.get(first)
-        return "/".join([ROLES[role], *parts]) if role else None
-    role = _ROLE_OF.get(parts[0], "")
-    leaf = "next/observation" if role == "observation" else ROLES.get(role, "")
+        leaf = _LEAF_OF.get(first)
+        return "/".join([leaf, *parts]) if leaf else None
+    leaf = _LEAF_OF.get(parts[0], "")
+    leaf = "next/observation" if leaf == "observation" else leaf
     return "/".join([leaf, *parts[1:]]) if leaf.startswith("next/") else None
+
+
+def has_role(leaf: str) -> bool:
+    """Returns True if a leaf in TED is a part of the transition, and no other array of the step."""
+    return any(within(leaf, ROLES[field]) for field in FIELDS)
 
 
 def _check_apart(leaves: dict[str, str], source: object, option: str) -> None:
@@ -192,7 +212,7 @@ def _check_apart(leaves: dict[str, str], source: object, option: str) -> None:
     for name, leaf in leaves.items():
         is_path = {"", ".", ".."}.isdisjoint(leaf.split("/"))
         check(is_path, source, "names of leaves", repr(name))
-        is_apart = every.count(leaf) == 1 and _above(leaf).isdisjoint(every)
+        is_apart = every.count(leaf) == 1 and names_above(leaf).isdisjoint(every)
         names = [other for other, each in leaves.items() if each == leaf]
         got = f"{names} for '{leaf}' among {sorted({*every})}. Tell them apart with {option}"
         check(is_apart, source, "a leaf of its own for each name", got)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Description, Episode, Indexed, Source, spec_of
-from jrb.datasets.reading.names import check
+from jrb.datasets.reading.names import MASK_NAMES, check, has_role
 from jrb.keys import within
 from jrb.layouts.names import nest
 
@@ -61,6 +61,65 @@ def flag_column(column: Column, name: str, source: object) -> DerivedColumn:
         return flags.astype(bool)
 
     return DerivedColumn((len(column),), np.dtype(bool), read)
+
+
+def with_flags(
+    columns: Mapping[str, Column], ends: np.ndarray, source: object
+) -> dict[str, Column]:
+    """Returns columns with terminated and truncated, computed from all flags when they are read.
+
+    `ends`, int64 `[K]`, are the ends of episodes; see `combined_flags`.
+    """
+    flags = {name: flag_column(columns[name], name, source) for name in FLAGS if name in columns}
+    masks = [columns[name] for name in bootstrap_masks(columns)]
+
+    def read(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        stored = [flags[name][start:stop] if name in flags else None for name in FLAGS]
+        may_end = np.isin(np.arange(start, stop), ends - 1)
+        values = [mask[start:stop].reshape(-1) for mask in masks]
+        return combined_flags(stop - start, *stored, values, may_end)
+
+    steps = (len(next(iter(columns.values()))),)
+    one = lambda which: lambda start, stop: read(start, stop)[which]
+    made = {TERMINATED: one(0), TRUNCATED: one(1)}
+    made = {name: DerivedColumn(steps, np.dtype(bool), read) for name, read in made.items()}
+    return {name: each for name, each in columns.items() if name != DONE} | made
+
+
+def bootstrap_masks(columns: Mapping[str, Column]) -> list[str]:
+    """Returns the names of columns of one number for each step that are bootstrap masks."""
+    return [
+        name
+        for name, column in columns.items()
+        if name.removeprefix("next/") in MASK_NAMES
+        and np.prod(column.shape[1:], dtype=np.int64) == 1
+        and np.dtype(column.dtype).kind in "biuf"
+    ]
+
+
+def flag_notes(columns: Mapping[str, Column], done: str = f"'{DONE}'") -> tuple[str, ...]:
+    """Returns the note on how flags and masks are understood; `done` is the file's name of done."""
+    flags, masks = {*FLAGS} & columns.keys(), " and ".join(map(repr, bootstrap_masks(columns)))
+    both = " that is both terminated and truncated" * (TRUNCATED in flags)
+    other = ", unless they are truncated" * (TRUNCATED in flags)
+    if masks and flags - {TRUNCATED}:
+        return (f"An end{both} is taken for truncated where {masks} is above 0.",)
+    if masks:
+        return (f"Ends where {masks} is 0 are taken for terminated{other}.",)
+    if not flags:
+        return ("No flags tell how episodes ended: all are taken for truncated.",)
+    note = f"Steps that are done ({done}) are taken for terminated{other}, also at a time limit."
+    return (note,) * (DONE in flags and TERMINATED not in flags)
+
+
+def mask_notes(columns: Mapping[str, Column]) -> tuple[str, ...]:
+    """Returns a note for each bootstrap mask that differs from `next/terminated`; reads both."""
+    differ = "is 0 at steps that did not terminate, or not 0 at steps that did"
+    return tuple(
+        f"{name!r} {differ}: there it is a leaf, and changes no flag."
+        for name in bootstrap_masks(columns)
+        if (is_set(columns[name][:]) == columns[TERMINATED][:]).any()
+    )
 
 
 def rows_at(column: Column, rows: np.ndarray) -> DerivedColumn:
@@ -249,7 +308,7 @@ class EpisodeFormat(Indexed):
         metadata, notes = self.about(source)
         if spec is not None and "reward" not in spec["next"]:
             more.add("There are no rewards in the files.")
-        notes = (*notes, *sorted(more), *left_out_note(left_out))
+        notes = (*sorted(more), *notes, *left_out_note(left_out))
         cut = np.array(is_cut, bool) if any(is_cut) else None
         return Description(spec, np.array(lengths, np.int64), cut, facts, metadata, notes)
 
@@ -306,37 +365,41 @@ def _read_ends(
     columns: Mapping[str, Column], source: object
 ) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, np.ndarray], tuple[str, ...]]:
     """Reads the flags and `episode`; returns these columns, the ends, facts and notes."""
-    names = [name for name in FLAGS if name in columns]
     check(
-        bool(names) or EPISODE in columns,
+        not columns.keys().isdisjoint((*FLAGS, EPISODE)),
         source,
         "a column that tells where episodes end (done, terminated, truncated or episode)",
         f"{sorted(columns)}. Name it with mapping=",
     )
-    flags = {name: flag_column(columns[name], name, source)[:] for name in names}
     steps = len(next(iter(columns.values())))
-    terminated, truncated = combined_flags(steps, *map(flags.get, FLAGS))
-    notes: tuple[str, ...] = ()
-    if not flags:
-        notes = ("No flags tell how episodes ended: all are taken for truncated.",)
-    elif DONE in flags and TERMINATED not in flags:
-        other = ", unless they are truncated" * (TRUNCATED in flags)
-        notes = (f"Steps that are done are taken for terminated{other}.",)
-    flags, is_end = {TERMINATED: terminated, TRUNCATED: truncated}, terminated | truncated
-    if EPISODE not in columns:
-        return flags, ends_of(is_end), {}, notes
-    where, numbers = f"{source}: 'episode'", columns[EPISODE][:]
+    numbers, changes, may_end = np.zeros(0), np.zeros(steps, bool), np.arange(steps)
+    if EPISODE in columns:
+        numbers, changes = _episode_changes(columns[EPISODE][:], f"{source}: 'episode'")
+        may_end = np.flatnonzero(changes)
+    if TRUNCATED in columns and bootstrap_masks(columns):
+        # Time-outs that no step has tell nothing, while a mask may tell some.
+        is_told = flag_column(columns[TRUNCATED], TRUNCATED, source)[:].any()
+        columns = {name: each for name, each in columns.items() if is_told or name != TRUNCATED}
+    flagged = with_flags(columns, may_end + 1, source)
+    flags = {name: flagged[name][:] for name in (TERMINATED, TRUNCATED)}
+    notes = flag_notes(columns) + mask_notes({**columns, **flags})
+    ends = ends_of(flags[TERMINATED] | flags[TRUNCATED] | changes)
+    facts = {EPISODE: numbers[ends - 1]} if EPISODE in columns else {}
+    if numbers.dtype.kind not in "biufc":
+        flags[EPISODE] = np.cumsum(changes, dtype=np.int64) - changes
+        notes += (_TEXTS,)
+    return flags, ends, facts, notes
+
+
+def _episode_changes(numbers: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns numbers of episodes `[T]`, and bool `[T]`, True for the last step of each."""
     check(numbers.size == len(numbers), where, "a number for each step", list(numbers.shape))
     numbers = numbers.reshape(-1)
     changes = np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]
     values, counts = np.unique(numbers[changes], return_counts=True)
     got = f"those of {values[counts > 1][:5].tolist()} apart. Sort the rows by episode and time"
     check((counts < 2).all(), where, "the steps of an episode side by side", got)
-    ends = ends_of(is_end | changes)
-    if numbers.dtype.kind not in "biufc":
-        flags[EPISODE] = np.cumsum(changes, dtype=np.int64) - changes
-        notes += (_TEXTS,)
-    return flags, ends, {EPISODE: numbers[ends - 1]}, notes
+    return numbers, changes
 
 
 def combined_flags(
@@ -344,16 +407,26 @@ def combined_flags(
     done: np.ndarray | None,
     terminated: np.ndarray | None,
     truncated: np.ndarray | None,
+    masks: Sequence[np.ndarray] = (),
+    may_end: np.ndarray | bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns terminated and truncated, bool `[T]` each, from the flags that exist.
 
     Without terminated, steps that are done and not truncated count as terminated; with it, steps
-    that are done and not terminated count as truncated.
+    that are done and not terminated count as truncated. Bootstrap masks, numbers `[T]`, then turn
+    terminated to truncated where all of them are above 0, and at most 1 as discounts are; if
+    truncated exists too, only at steps that are both. With neither done nor terminated, steps that
+    `may_end` an episode, bool `[T]`, count as terminated where one of the masks is 0.
     """
-    done = np.zeros(steps, bool) if done is None else done
-    truncated = np.zeros(steps, bool) if truncated is None else truncated
-    terminated = done & ~truncated if terminated is None else terminated
-    return terminated, truncated | (done & ~terminated)
+    none = np.zeros(steps, bool)
+    is_zero = np.any([mask == 0 for mask in masks], axis=0) | none
+    goes_on = np.all([(mask > 0) & (mask <= 1) for mask in masks], axis=0) & bool(masks)
+    late = goes_on & (True if truncated is None else truncated)
+    truncated = none if truncated is None else truncated
+    if terminated is None:
+        terminated = (may_end & is_zero if done is None else done) & ~truncated
+    done, late = none if done is None else done, terminated & late
+    return terminated & ~late, truncated | late | (done & ~terminated)
 
 
 def is_set(flags: np.ndarray) -> np.ndarray:
@@ -397,10 +470,22 @@ def check_roles_present(source: object, leaves: Mapping[str, str], roles: Sequen
         check(is_there, source, f"an array for '{role}'", f"{sorted(leaves)}. {cure}")
 
 
-def check_lengths(source: object, columns: Mapping[str, Column]) -> None:
-    """Raises if columns differ in length."""
-    lengths = {name: len(column) for name, column in columns.items()}
-    check(len({*lengths.values()}) < 2, source, "arrays of one length", lengths)
+def step_columns(
+    source: object,
+    arrays: Mapping[str, Column],
+    leaves: Mapping[str, str],
+    carried: Sequence[str] = (),
+) -> tuple[dict[str, Column], set[str]]:
+    """Returns the arrays of all steps by their leaves, and the names of arrays of other lengths.
+
+    Leaves below one of `carried` may have a row more. Raises if parts of a transition do not fit.
+    """
+    lengths = {name: len(arrays[name]) for name, leaf in leaves.items() if has_role(leaf)}
+    spare = {name: int(leaf.split("/")[0] in carried) for name, leaf in leaves.items()}
+    steps = min((length for name, length in lengths.items() if not spare[name]), default=0)
+    odd = {name for name in leaves if len(arrays[name]) not in (steps, steps + spare[name])}
+    check(odd.isdisjoint(lengths), source, "arrays of one length", lengths)
+    return {leaf: arrays[name] for name, leaf in leaves.items() if name not in odd}, odd
 
 
 def left_out_note(names: Iterable[str]) -> tuple[str, ...]:

@@ -177,7 +177,7 @@ def test_what_is_left_out_is_told(tmp_path):
 
 
 BAD = {
-    "lengths": ({"terminals": LAST, "extra": np.zeros(3)}, {}, "arrays of one length.*'extra': 3"),
+    "lengths": ({"terminals": LAST, "next_obs": np.zeros(3)}, {}, "one length.*'next_obs': 3"),
     "absent": ({"terminals": LAST}, {"mapping": {"acts": "action"}}, "'acts'.*'actions'"),
     "no ends": ({}, {}, "where episodes end"),
     "apart": ({"episode": np.arange(STEPS) % 2}, {}, "side by side"),

@@ -28,7 +28,8 @@ def arrays_of(lengths, terminated, seed=0, **more):
 def write(path, arrays):
     with h5py.File(path, "w") as file:
         for name, array in arrays.items():
-            file[name] = array
+            if array is not None:
+                file[name] = array
     return str(path)
 
 
@@ -154,7 +155,8 @@ def test_metadata_and_what_is_left_out(tmp_path):
         file.attrs["env"] = "hopper"
     dataset = jrb.datasets.open(path)
     assert dict(dataset.metadata) == {"algorithm": "SAC", "env": "hopper"}
-    assert dataset.notes == ("Left out, as no arrays of numbers for each step: 'infos/text'.",)
+    left_out = "'infos/text', 'metadata/policy/weight'"
+    assert dataset.notes == (f"Left out, as no arrays of numbers for each step: {left_out}.",)
 
 
 def test_nothing_large_is_read_to_open(tmp_path, monkeypatch):
@@ -179,7 +181,6 @@ def cut(name):
 BAD = {
     "missing": (without("actions"), {}, "expected an array 'actions'"),
     "lengths": (cut("rewards"), {}, "arrays of one length.*'rewards': 3"),
-    "infos": (lambda a: {**a, "infos/x": np.zeros(3)}, {}, "arrays of one length.*'infos/x': 3"),
     "shape": (lambda a: {**a, "terminals": np.zeros((4, 2))}, {}, r"a flag for each step.*\[2\]"),
     "values": (lambda a: {**a, "timeouts": np.full(4, 7)}, {}, "flags of 0 and 1"),
     "nan": (lambda a: {**a, "terminals": np.full(4, np.nan)}, {}, "flags of 0 and 1"),
@@ -284,3 +285,51 @@ def test_a_shape_that_nothing_is_stored_of_is_refused(tmp_path, chunks):
             file.create_dataset(name, (1 << 40,), np.uint8, chunks=chunks)
     with pytest.raises(ValueError, match=r"of the files, got 4398046511104 declared bytes"):
         jrb.datasets.open(tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize("name", ["truncations", "truncated", "timeout", "truncation"])
+def test_time_outs_under_other_names(tmp_path, name):
+    lengths = [3, 4, 2, 5]
+    arrays = arrays_of(lengths, [True, False, False, True])
+    path = write(tmp_path / "a.h5", {**arrays, name: arrays["timeouts"]} | {"timeouts": None})
+    dataset = jrb.datasets.open(path)
+    assert dataset.format.name == "d4rl" and dataset.lengths.tolist() == lengths
+    check_access(dataset, expected_of(arrays, lengths))
+    assert not any("time-outs" in note for note in dataset.notes)
+    with pytest.raises(ValueError, match="its own 'timeouts'"):
+        jrb.datasets.open(path, horizon=4)
+
+
+def test_numbers_of_episodes_and_dones_tell_where_they_end(tmp_path):
+    lengths = [3, 4, 2]
+    arrays = arrays_of(lengths, [True, False, False])
+    ends = arrays["terminals"] | arrays["timeouts"]
+    for number, more in enumerate(({"dones": ends}, {"episode_id": np.repeat([4, 1, 7], lengths)})):
+        path = write(tmp_path / f"{number}.h5", {**arrays, **more} | {"timeouts": None})
+        dataset = jrb.datasets.open(path)
+        assert dataset.lengths.tolist() == lengths
+        assert not any("time-outs" in note for note in dataset.notes)
+        assert [bool(each["next"]["terminated"][-1]) for each in dataset] == [True, False, False]
+
+
+def test_names_of_its_own_come_before_other_usual_ones(tmp_path):
+    arrays = arrays_of([2, 3], [True, False])
+    more = {"reward": np.arange(5), "timeout": np.ones(5), "dots.in/it": np.arange(5)}
+    dataset = jrb.datasets.open(write(tmp_path / "a.h5", arrays | more))
+    assert dataset.lengths.tolist() == [2, 3]
+    assert dataset[1]["reward"].tolist() == [2, 3, 4]
+    assert dataset[1]["timeout"].tolist() == [1, 1, 1]
+    assert dataset[1]["dots.in"]["it"].tolist() == [2, 3, 4]
+    assert dataset[0]["next"]["reward"].tobytes() == arrays["rewards"][:2].tobytes()
+
+
+def test_two_further_names_of_one_role_are_told_apart_by_a_mapping(tmp_path):
+    arrays = arrays_of([2, 3], [True, False])
+    path = write(tmp_path / "a.h5", arrays | {"obs_2": np.arange(5), "done": np.ones(5)})
+    with h5py.File(path, "r+") as file:
+        file["dones"] = np.zeros(5)
+    with pytest.raises(ValueError, match=r"\['done', 'dones'\] for 'next/done'.*mapping="):
+        jrb.datasets.open(path)
+    dataset = jrb.datasets.open(path, mapping={"done": "info/done", "dones": "done"})
+    assert dataset.lengths.tolist() == [2, 3]
+    assert dataset[0]["info"]["done"].tolist() == [1, 1]

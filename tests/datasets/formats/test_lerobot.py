@@ -431,3 +431,17 @@ def test_other_folders_are_no_sets(tmp_path):
     (tmp_path / "meta" / "info.json").write_bytes(b"\xff\xfe{}")
     assert not kind.matches(str(tmp_path))
     assert not kind.matches([1])
+
+
+def test_all_entries_of_episodes_are_facts(tmp_path):
+    sets.write_v21(tmp_path, LENGTHS, made())
+    path = tmp_path / "meta" / "episodes.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line |= {"operator": f"person {line['episode_index'] % 3}", "target": [0.5, line["score"]]}
+    sets.write_lines(path, lines)
+    facts = datasets.open(tmp_path).facts
+    count = len(LENGTHS)
+    assert facts["operator"].tolist() == [f"person {k % 3}" for k in range(count)]
+    assert facts["target"].tolist() == [(0.5, k / 2) for k in range(count)]
+    assert facts["score"].tolist() == [k / 2 for k in range(count)]

@@ -1,9 +1,13 @@
 """Names in files, and the leaves in TED that they stand for."""
 
+import pathlib
+import re
+
 import numpy as np
 import pytest
 
 import jrb
+from jrb.datasets.reading import names as table
 from tests.datasets.formats.trees import flat
 
 USUAL = [
@@ -115,3 +119,26 @@ def test_mappings_of_other_things_are_refused(tmp_path, mapping):
 def test_an_array_that_is_a_group_too_is_refused(tmp_path):
     with pytest.raises(ValueError, match="got both"):
         opened(tmp_path, ["a", "a/b"])
+
+
+def test_the_page_on_datasets_has_all_names():
+    page = pathlib.Path("docs/use/datasets.md").read_text()
+    part = page.split("## Names of arrays")[1].split("\n## ")[0]
+    rows = [re.findall(r"`([^`]+)`", row) for row in part.splitlines() if row.startswith("| `")]
+    assert {leaf: tuple(names) for *names, leaf in rows} == table.USUAL_NAMES
+    (masks,) = re.findall(r"per step named (.*?)\. An end", part.replace("\n", " "))
+    assert tuple(re.findall(r"`([^`]+)`", masks)) == table.MASK_NAMES
+
+
+@pytest.mark.parametrize("leaf", table.USUAL_NAMES)
+def test_every_name_of_the_page_is_read(tmp_path, leaf):
+    last = np.array([0, 0, 0, 1])
+    for number, name in enumerate(table.USUAL_NAMES[leaf]):
+        arrays = {"observation": last, "action": last, "next/terminated": last}
+        arrays.pop(leaf, None)
+        arrays[f"{name}/x" if leaf == "info" else name] = last
+        path = tmp_path / f"{number}.npz"
+        np.savez(path, **arrays)
+        steps = flat(next(jrb.datasets.open(path).steps(4)))
+        assert np.array_equal(steps[leaf + "/x" * (leaf == "info")], last)
+        assert name == leaf or name not in steps

@@ -107,14 +107,14 @@ def test_names_are_told_by_a_mapping(tmp_path):
 
 STEPS = {"observation": np.zeros((3, 2)), "action": np.zeros(3), "reward": np.zeros(3)}
 BAD = {
-    "lengths": ({"reward": np.zeros(2)}, "expected steps of one number"),
-    "observations": ({"observation": np.zeros((6, 2))}, "expected steps of one number"),
+    "lengths": ({"reward": np.zeros(2)}, "expected arrays of one length"),
+    "observations": ({"observation": np.zeros((6, 2))}, "expected arrays of one length"),
     "several": (
         {"done": np.array([0, 1, 1])},
         "one episode in the file, got one that ends after 2",
     ),
     "other": ({"action": np.zeros((3, 2))}, "expected the leaves of"),
-    "none": ({name: leaf[:0] for name, leaf in STEPS.items()}, "expected steps of one number"),
+    "none": ({name: leaf[:0] for name, leaf in STEPS.items()}, "observations of one step or more"),
 }
 
 

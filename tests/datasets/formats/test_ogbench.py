@@ -72,7 +72,7 @@ def test_the_transitions_are_those_of_its_own_loader(tmp_path):
 
 BAD = {
     "missing": (lambda a: {**a, "actions": None}, "expected an array 'actions'"),
-    "lengths": (lambda a: {**a, "qpos": a["qpos"][:-1]}, "arrays of one length.*'qpos': 6"),
+    "lengths": (lambda a: {**a, "actions": a["actions"][:-1]}, "arrays of one len.*'actions': 6"),
     "one row": (lambda a: {**a, "terminals": np.ones(7, bool)}, "two rows or more.*episode 0"),
     "values": (lambda a: {**a, "terminals": np.arange(7)}, "flags of 0 and 1"),
 }

@@ -155,3 +155,33 @@ def test_other_files_are_not_recognised(tmp_path):
             jrb.datasets.open(tmp_path / name)
         with pytest.raises(ValueError, match="expected"):
             jrb.datasets.open(tmp_path / name, format="robomimic")
+
+
+@pytest.mark.parametrize("has_next", [True, False])
+def test_demonstrations_without_flags_end_where_they_end(tmp_path, has_next):
+    """Isaac Lab writes neither dones nor rewards, but states and the state of the reset."""
+    demos = demos_of(3, 4, has_next)
+    for demo in demos.values():
+        del demo["dones"], demo["rewards"]
+        demo["initial_state/robot/joints"] = np.zeros((8, 9))
+        demo["states/robot/joints"] = demo.pop("states")
+    dataset = jrb.datasets.open(write(tmp_path / "a.hdf5", demos))
+    assert dataset.format.name == "robomimic"
+    for episode, demo in zip(dataset, demos.values(), strict=True):
+        is_last = np.arange(len(demo["actions"])) == len(demo["actions"]) - 1
+        assert episode["next"]["truncated"].tolist() == is_last.tolist()
+        assert not episode["next"]["terminated"].any()
+        assert np.array_equal(episode["states"]["robot"]["joints"], demo["states/robot/joints"])
+        if not has_next:
+            assert episode["next"]["valid"].tolist() == (~is_last).tolist()
+    assert "No flags tell how episodes ended: all are taken for truncated." in dataset.notes
+    assert any("'initial_state/robot/joints'" in note for note in dataset.notes)
+    assert jrb.stats(*dataset.buffer())["complete"] == 4
+
+
+def test_a_flag_that_only_the_first_has_not_is_an_error(tmp_path):
+    path = write(tmp_path / "a", demos_of(0, 3))
+    with h5py.File(path, "r+") as file:
+        del file["data/demo_0/dones"]
+    with pytest.raises(ValueError, match="demo_0: expected an array 'dones'"):
+        jrb.datasets.open(path)

@@ -168,3 +168,14 @@ def test_a_trial_that_lies_elsewhere_is_refused(tmp_path):
         file["Trial1"] = h5py.ExternalLink(other, "/Trial0")
     with pytest.raises(ValueError, match="'Trial1': expected data in the file itself"):
         jrb.datasets.open(path)
+
+
+def test_trials_without_done_are_truncated_at_their_ends(tmp_path):
+    trials = trials_of(2, 3)
+    for trial in trials.values():
+        del trial["done"]
+    dataset = jrb.datasets.open(write(tmp_path / "a.h5", trials))
+    for episode, trial in zip(dataset, trials.values(), strict=True):
+        assert np.flatnonzero(episode["next"]["truncated"]).tolist() == [len(trial["time"]) - 1]
+        assert not episode["next"]["terminated"].any()
+    assert any("No flags" in note for note in dataset.notes)
