@@ -69,7 +69,7 @@ class Dopamine(TableFormat):
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the files as a table, whose rows are decompressed when they are read."""
         present = _files_of(source)
-        files = {number: present.get(number, {}) for number in self.checkpoints or present}
+        files = {number: present.get(number, {}) for number in sorted(self.checkpoints or present)}
         arrays = sorted({name for own in files.values() for name in own if _STORE in name})
         for number, own in files.items():
             where, got = f"{source}: checkpoint {number}", f"{sorted(own)}. Choose checkpoints="
@@ -86,7 +86,8 @@ class Dopamine(TableFormat):
             is_right = len({*map(str, lengths.values())}) == 1
             check(is_right, source, "arrays of one length in each checkpoint", lengths)
             ExpansionLimit(source, paths, self.max_expansion).add(declared_nbytes(every))
-            columns, _, left_out = tabular.by_content(every)
+            columns, texts, left_out = tabular.by_content(every)
+            left_out |= texts.keys()
             left_out |= {name for own in files.values() for name in own if name not in arrays}
             read = functools.partial(_read_steps, source, files, columns)
             rows, table = tabular.cached(paths, (self.name, *sorted(leaves.items())), read)
@@ -109,9 +110,9 @@ def _files_of(source: Source) -> dict[int, dict[str, str]]:
 def _rows_in_order(
     files: Files, starts: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, dict[int, bool]]:
-    """Returns the rows of the files in order of time, and those that are noted as ends of episodes.
+    """Returns the rows of the files in order of time, and those that Dopamine 4 notes as ends.
 
-    Also returns where rows before are in no file, with True if an episode is known to begin there.
+    Also returns the indices of those before which rows are in no file, True if there are none.
     """
     rows, ends, breaks, newest, size = [], [], dict[int, bool](), -1, 0
     for own, begin, end in zip(files.values(), starts[:-1], starts[1:], strict=True):
@@ -123,7 +124,7 @@ def _rows_in_order(
         if oldest <= newest < count:
             skip = newest - oldest
         else:
-            breaks[size] = oldest == 0
+            breaks[size] = newest < 0 and oldest == 0
         rows.append(begin + place[skip:] % (end - begin))
         if _ENDS in own:  # a pickled set, which is not unpickled
             with gzip.open(own[_ENDS]) as file:
@@ -148,16 +149,17 @@ def _read_steps(
         if leaf in FLAGS or within(leaf, "action") or within(leaf, "next/reward"):
             small = tabular.rows_at(column, rows)[:]
             is_zero &= ~small.reshape(len(rows), -1).any(axis=1)
-            flags |= {leaf: tabular.is_set(small)} if leaf in FLAGS else {}
+            if leaf in FLAGS:
+                flags[leaf] = tabular.flag_column(small, leaf, source)[:]
     check(flags, source, "an array 'terminal'", sorted(columns))
     terminated, truncated = tabular.combined_flags(len(rows), *map(flags.get, FLAGS))
     # Episodes end where that is noted, and before rows that are in no file.
     ended = terminated | truncated | np.isin(rows, noted)
     is_last = ended.copy()
-    is_last[[*(row - 1 for row in breaks if row), -1]] = True
+    is_last[np.array([*breaks]) - 1] = True  # 0 - 1 is the last row of all
     stops = np.flatnonzero(is_last) + 1
     begins = np.append(0, stops[:-1])
-    has_first = ~np.isin(begins, [row for row, is_start in breaks.items() if not is_start])
+    has_first = ~np.isin(begins, [*breaks])
     own = next(iter(files.values()))
     most = max(0, len(GzippedColumn([own[_RANGE]])) - 2) if _RANGE in own else 15
     seen = [column for leaf, column in columns.items() if within(leaf, "observation")]
@@ -175,11 +177,12 @@ def _read_steps(
     kept = stops - begins > padding
     number = np.array([*files])[np.searchsorted(starts, rows[begins], "right") - 1]
     # Where a part of the padding is there, so is the first step.
-    complete = (has_first | (padding > 0)) & ended[stops - 1]
+    is_new = (begins == 0) & breaks[0] & ~padding.any()
+    complete = (has_first | (padding > 0) | is_new) & ended[stops - 1]
     facts = {"checkpoint": number[kept], "complete": complete[kept]}
     notes = (f"{padding.max()} rows of zeros before each episode are left out.",) * any(padding)
     if len(breaks) > 1:
-        apart = sorted({*number[np.isin(begins, [*breaks][1:])].tolist()})
+        apart = number[np.isin(begins, [*breaks][1:])].tolist()
         notes += (f"Checkpoints {apart} do not go on where others end: episodes are cut there.",)
     flags = {TERMINATED: terminated[is_step], TRUNCATED: (is_last & ~terminated)[is_step]}
     ends = np.cumsum(stops - begins - padding)[kept]

@@ -1,4 +1,4 @@
-"""Writes Dopamine's replay buffers as `circular_replay_buffer.py` does, and knows their episodes."""
+"""Writes Dopamine's replay buffers as its own class does, and knows their episodes."""
 
 import gzip
 import pickle
@@ -22,7 +22,8 @@ class Ring:
         }
         # `np.empty` in Dopamine: what was never written is anything.
         self.store = {
-            name: np.full((capacity, *shape), 7, dtype) for name, (shape, dtype) in self.forms.items()
+            name: np.full((capacity, *shape), 7, dtype)
+            for name, (shape, dtype) in self.forms.items()
         }
         self.rows, self.starts_next, self.ends = [], True, set()
 
@@ -47,11 +48,15 @@ class Ring:
         self._put(row, episode)
 
     def save(self, folder, number, count=None, ends=False):
-        """Writes a checkpoint; `count` is the `add_count` of batch_rl's last log, which lowers it."""
+        """Writes a checkpoint; `count` stands for a lowered `add_count`, as in last logs."""
         count = len(self.rows) if count is None else count
         indices = (count - self.horizon + np.arange(self.stack_size + self.horizon)) % self.capacity
         arrays = {f"$store$_{name}": leaf for name, leaf in self.store.items()}
-        for name, array in {**arrays, "add_count": np.array(count), "invalid_range": indices}.items():
+        for name, array in {
+            **arrays,
+            "add_count": np.array(count),
+            "invalid_range": indices,
+        }.items():
             with gzip.GzipFile(folder / f"{name}_ckpt.{number}.gz", "wb", 1) as file:
                 np.save(file, array, allow_pickle=False)
         if ends:
