@@ -6,7 +6,13 @@ from jrb.datasets.format import Description, Format
 from jrb.datasets.joining import concatenate, mix
 from jrb.datasets.library import delete, formats, list, open
 from jrb.datasets.recording.recorder import Recorder
-from jrb.datasets.trajectories import join_trajectories, lengths, returns, split_trajectories
+from jrb.datasets.trajectories import (
+    join_trajectories,
+    lengths,
+    return_to_go,
+    returns,
+    split_trajectories,
+)
 from jrb.datasets.writing import write_d4rl, write_rlds
 from jrb.datasets.writing_minari import write_minari
 
@@ -23,6 +29,7 @@ __all__ = [
     "list",
     "mix",
     "open",
+    "return_to_go",
     "returns",
     "split_trajectories",
     "write_d4rl",
