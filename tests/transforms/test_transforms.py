@@ -377,10 +377,6 @@ def test_a_reward_to_go_of_several_agents_is_one_for_each():
     np.testing.assert_allclose(out["b"][..., 0], [[0.5, 1, 2], [5, 4, 0]])
 
 
-SHORT = {"observation": np.float32(0), "next": {"reward": np.float32(0), "done": np.bool_(False)}}
-GOALS = {"achieved_goal": 0.0, "desired_goal": 0.0}
-
-
 @pytest.mark.parametrize(
     "unit",
     [
@@ -415,9 +411,10 @@ def test_a_reward_to_go_of_whole_episodes_ends_with_them(wrap):
     """An episode that is longer than the window has no sum, as its end is not in sight."""
     done = np.isin(np.arange(12), [3, 9])
     reward = np.arange(12, dtype=np.float32) + 1
-    rows = {"observation": np.zeros(12), "next": {"reward": reward, "done": done}}
+    seen = {"achieved_goal": np.zeros(12), "desired_goal": np.zeros(12)}
+    rows = {"observation": seen, "next": {"observation": seen, "reward": reward, "done": done}}
     unit = jrb.Sequence(5, sample_by="whole_episodes")
-    unit = jrb.FrameStack(2, unit=unit) if wrap else unit
+    unit = jrb.Hindsight(lambda one, other: one, ratio=0.0, unit=unit) if wrap else unit
     options = {"unit": unit, "batch_size": 64, "transforms": (tr.RewardToGo(0.5),)}
     buffer, state = jrb.from_items(jax.tree.map(jnp.asarray, rows), capacity=16, **options)
     batch = jax.jit(buffer.sample)(state, jax.random.key(0))
