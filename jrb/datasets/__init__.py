@@ -5,14 +5,9 @@ from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Description, Format
 from jrb.datasets.joining import concatenate, mix
 from jrb.datasets.library import delete, formats, list, open
+from jrb.datasets.preprocess import return_to_go
 from jrb.datasets.recording.recorder import Recorder
-from jrb.datasets.trajectories import (
-    join_trajectories,
-    lengths,
-    return_to_go,
-    returns,
-    split_trajectories,
-)
+from jrb.datasets.trajectories import join_trajectories, lengths, returns, split_trajectories
 from jrb.datasets.writing import write_d4rl, write_rlds
 from jrb.datasets.writing_minari import write_minari
 

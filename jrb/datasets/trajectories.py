@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb.authoring import checks, leaf_name, leaf_names
-from jrb.keys import TED, Keys, Path
-from jrb.transforms.leaves import with_leaf
+from jrb.authoring import leaf_name, leaf_names
+from jrb.keys import TED, Keys
 
 
 def split_trajectories(
@@ -120,49 +119,6 @@ def returns(items: Any, *, keys: Keys = TED) -> Any:
         return np.array(sums, np.float64).reshape(len(sums), *rewards.shape[1:])
 
     return jax.tree.map(summed, keys.get(items, "reward"))
-
-
-def return_to_go(episode: Any, *, discount: float = 1.0, key: Path = "return_to_go") -> Any:
-    """Returns an episode with the discounted sum of the rewards from each step to its end.
-
-    Give it to `Dataset.preprocess` with `by="episode"`; `functools.partial` sets its options. An
-    episode that a dataset cuts (see `Dataset.complete`) is summed up to its last step.
-
-    Args:
-        episode: an episode in TED, NumPy arrays `[T, ...]`.
-        discount: gamma, from 0 to 1.
-        key: the path of the result, `[T, ...]` like the reward, for each of its leaves.
-
-    Returns:
-        The episode with one more entry. Sums are computed in float64, and rounded once to the dtype
-        of the reward; if that is no floating one, to float32, or float64 from 32 bits on.
-
-    Raises:
-        ValueError: there is no reward, `key` is taken, or `episode` is a single step.
-
-    Reference: Chen et al., 2021, "Decision transformer", section 3.
-
-    Example:
-        >>> import numpy as np, jrb
-        >>> after = {"reward": np.float32([1, 2, 4]), "terminated": np.arange(3) == 2}
-        >>> jrb.datasets.return_to_go({"next": after}, discount=0.5)["return_to_go"].tolist()
-        [3.0, 4.0, 4.0]
-    """
-    checks.fraction("discount", discount)
-    checks.path("key", key)
-    if not all(np.ndim(flag) for flag in TED.flags(episode).values()):
-        raise ValueError("return_to_go: expected an episode, got a step. Pass by='episode'.")
-
-    def sums(reward: Any) -> np.ndarray:
-        is_floating = jnp.issubdtype(reward.dtype, jnp.floating)
-        dtype = reward.dtype if is_floating else np.result_type(reward.dtype, np.float32)
-        totals = np.asarray(reward).astype(np.float64)
-        for step in range(len(totals) - 2, -1, -1) if discount else ():
-            totals[step] += discount * totals[step + 1]
-        return totals.astype(dtype)
-
-    rewards = TED.get(episode, "reward")
-    return with_leaf(episode, key, jax.tree.map(sums, rewards), "return_to_go")
 
 
 def _ends(items: Any, keys: Keys, who: str) -> tuple[np.ndarray, np.ndarray]:

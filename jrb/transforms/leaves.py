@@ -270,7 +270,9 @@ class RewardToGo(Transform):
     def check(self, unit: Unit) -> None:
         """Raises unless samples of the unit are whole episodes, or sums may end before."""
         needs_end = self.to == "episode" and self.bootstrap is None
-        if unit.row_steps is None or (needs_end and not unit.samples_whole_episodes):
+        # Units without lookback need their rows in one piece for whole episodes only.
+        has_end = unit.requires_contiguous_history and not unit.lookback
+        if unit.row_steps is None or (needs_end and not has_end):
             raise ValueError(
                 f"RewardToGo: unit: expected whole episodes, got {unit!r}. Store the sums with the "
                 "steps (jrb.datasets.return_to_go), or use jrb.Sequence(n, "
@@ -284,11 +286,8 @@ class RewardToGo(Transform):
         what = f"RewardToGo: leaf '{path_name(keys.reward)}'"
         reward = keys.get(data, "reward")
         for leaf in jax.tree.leaves(reward):
-            if mask.ndim != 2:
-                raise ValueError(
-                    f"{what}: expected windows [B, L], got {leaf.shape}. Use it with "
-                    "unit=jrb.Sequence(...)."
-                )
+            if mask.ndim != 2:  # without a buffer, whose unit would have been refused
+                raise ValueError(f"{what}: expected windows [B, L], got {leaf.shape}.")
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(
                     f"{what}: expected a floating dtype, got {leaf.dtype}. Use Cast before."

@@ -72,11 +72,6 @@ class Unit(abc.ABC):
         return None
 
     @property
-    def samples_whole_episodes(self) -> bool:
-        """True if each window is a complete episode, or its first rows; False by default."""
-        return False
-
-    @property
     def goals(self) -> tuple[Path, ...]:
         """The paths of leaves that are compared with each other, and so must have one shape."""
         return ()

@@ -176,14 +176,9 @@ class Sequence(Unit):
         return self.burn_in
 
     @property
-    def samples_whole_episodes(self) -> bool:
-        """True if episodes are sampled, not windows of them."""
-        return self.sample_by == "whole_episodes"
-
-    @property
     def requires_contiguous_history(self) -> bool:
         """True for whole episodes, as a seam between environments would cut them."""
-        return self.samples_whole_episodes
+        return self.sample_by == "whole_episodes"
 
     @property
     def row_steps(self) -> np.ndarray:

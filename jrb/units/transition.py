@@ -114,11 +114,6 @@ class WrappingUnit(Unit):
         return self.unit.requires_contiguous_history
 
     @property
-    def samples_whole_episodes(self) -> bool:
-        """The value of the inner unit."""
-        return self.unit.samples_whole_episodes
-
-    @property
     def row_steps(self) -> np.ndarray | None:
         """The rows of the inner unit."""
         return self.unit.row_steps

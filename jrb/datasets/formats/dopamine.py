@@ -82,13 +82,12 @@ class Dopamine(TableFormat):
             for name, leaf in leaves.items():
                 every[leaf] = GzippedColumn([own[_STORE + name] for own in files.values()])
                 stack.callback(every[leaf].close)
-            lengths = {leaf: np.diff(column.starts).tolist() for leaf, column in every.items()}
+            lengths = {leaf: column.starts[1:] for leaf, column in every.items()}
             is_right = len({*map(str, lengths.values())}) == 1
             check(is_right, source, "arrays of one length in each checkpoint", lengths)
             ExpansionLimit(source, paths, self.max_expansion).add(declared_nbytes(every))
             columns, texts, left_out = tabular.by_content(every)
-            left_out |= texts.keys()
-            left_out |= {name for own in files.values() for name in own if name not in arrays}
+            left_out |= {*texts, *(name for own in files.values() for name in own)} - {*arrays}
             read = functools.partial(_read_steps, source, files, columns)
             rows, table = tabular.cached(paths, (self.name, *sorted(leaves.items())), read)
             steps = {leaf: tabular.rows_at(column, rows) for leaf, column in columns.items()}

@@ -17,12 +17,8 @@ class GzippedColumn:
     """The rows of the arrays in several files, one after the other; one file is open at a time.
 
     Only the rows that are read are in memory. To go on in a file, all between is decompressed; to
-    go back, all from its beginning on. A single number counts as one row.
-
-    Attributes:
-        shape: `[N, ...]`, for all files together.
-        dtype: the dtype in the files.
-        starts: the row before which each file begins, and N.
+    go back, all from its beginning on. A single number counts as one row. `starts` has the first
+    row of each file, and N.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
