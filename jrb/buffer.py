@@ -21,6 +21,7 @@ from jrb.state import BufferState, Device, Sample, check_origin, origin_of
 from jrb.storages import DeviceStorage
 from jrb.types import Item, OrderedSampler, PrioritizedSampler, Sampler, Storage, Unit, Writer
 from jrb.types.parts import check_part
+from jrb.types.transform import Transform
 from jrb.units import Transition
 from jrb.writers import RoundRobin
 
@@ -154,6 +155,9 @@ class ReplayBuffer:
             self.sampler.check(self.ring, self.unit)
             checks.together(type(self.sampler).__name__, self.writer)
         transforming.check(self.transforms, self.storage)
+        for transform in self.transforms:
+            if isinstance(transform, Transform):
+                transform.check(self.unit)
 
     @classmethod
     def rounded(

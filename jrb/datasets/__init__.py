@@ -5,6 +5,7 @@ from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Description, Format
 from jrb.datasets.joining import concatenate, mix
 from jrb.datasets.library import delete, formats, list, open
+from jrb.datasets.preprocess import return_to_go
 from jrb.datasets.recording.recorder import Recorder
 from jrb.datasets.trajectories import join_trajectories, lengths, returns, split_trajectories
 from jrb.datasets.writing import write_d4rl, write_rlds
@@ -23,6 +24,7 @@ __all__ = [
     "list",
     "mix",
     "open",
+    "return_to_go",
     "returns",
     "split_trajectories",
     "write_d4rl",

@@ -23,8 +23,9 @@ from jrb.datasets.reading.tabular import is_set
 from jrb.datasets.recording import parts
 from jrb.datasets.recording.items import check_numeric
 from jrb.datasets.recording.parts import RecordedLeaf, RecordingSchema
-from jrb.keys import within
+from jrb.keys import TED, Path, within
 from jrb.layouts.names import Leaves, flatten
+from jrb.transforms.leaves import with_leaf
 
 _BLOCK = 4 << 20  # the maximum bytes of a block of steps
 _MOST = 4096  # the maximum number of steps of a block
@@ -217,6 +218,44 @@ def _by_episode(
             steps += count
             if steps == num_frames:
                 break
+
+
+def return_to_go(episode: Episode, *, discount: float = 1.0, key: Path = "return_to_go") -> Any:
+    """Returns an episode with the discounted sum of the rewards from each step to its end.
+
+    Give it to `Dataset.preprocess` with `by="episode"`; `functools.partial` sets its options. An
+    episode that a dataset cuts (see `Dataset.complete`) is summed up to its last step.
+
+    Args:
+        episode: an episode in TED, NumPy arrays `[T, ...]`.
+        discount: gamma, from 0 to 1.
+        key: the path of the result, `[T, ...]` like the reward, for each of its leaves. It is
+            computed in float64, and rounded once to the dtype of the reward; if that is no floating
+            one, to float32, or float64 from 32 bits on.
+
+    Raises:
+        ValueError: there is no reward, `key` is taken, or `episode` is a single step.
+
+    Example:
+        >>> import numpy as np, jrb
+        >>> after = {"reward": np.float32([1, 2, 4]), "terminated": np.arange(3) == 2}
+        >>> jrb.datasets.return_to_go({"next": after}, discount=0.5)["return_to_go"].tolist()
+        [3.0, 4.0, 4.0]
+    """
+    checks.fraction("discount", discount)
+    checks.path("key", key)
+    is_step = not all(np.ndim(flag) for flag in TED.flags(episode).values())
+    check(not is_step, "return_to_go", "an episode", "a step. Pass by='episode'")
+
+    def sums(reward: Any) -> np.ndarray:
+        is_floating = jax.numpy.issubdtype(reward.dtype, np.floating)
+        totals = np.asarray(reward).astype(np.float64)
+        for step in range(len(totals) - 2, -1, -1) if discount else ():
+            totals[step] += discount * totals[step + 1]
+        return totals.astype(reward.dtype if is_floating else np.result_type(reward, np.float32))
+
+    rewards = TED.get(episode, "reward")
+    return with_leaf(episode, key, jax.tree.map(sums, rewards), "return_to_go")
 
 
 # Calls of the user's function.

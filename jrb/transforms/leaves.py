@@ -5,7 +5,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from jax import lax
 from jrb._util import checks, pytree
 from jrb._util.pytree import DType
 from jrb._xla import random_bits
-from jrb.keys import Keys, Path, ends_of, find, lookup, path_name, within
-from jrb.types import Item, Transform, TransformContext
+from jrb.keys import Keys, Path, ends_of, find, leaves_at, lookup, path_name, within
+from jrb.types import Item, Transform, TransformContext, Unit
 
 Paths = tuple[Path, ...]
 
@@ -230,64 +230,102 @@ class Scale(LeafTransform):
 
 @pytree.component
 class RewardToGo(Transform):
-    """Adds a leaf with the discounted sum of rewards from each row of a window to its end.
+    """Adds a leaf with the discounted sum of the rewards from each row of a window on.
 
-    At row t it is G_t = r_t + discount * G_{t+1}, or r_t if row t + 1 is not real or of another
-    episode; at rows that are not real, 0. An episode ends where a flag is set, and where the unit
-    knows of an end, such as by `truncate` or `Keys(episode=...)`. In windows of whole episodes, as
-    of `Sequence(..., partial="pad")`, G_t is the return from row t on. If the reward has several
-    leaves, such as one for each agent, each has its own sum.
+    At row t it is G_t = r_t + discount * G_{t+1}, up to the end of the episode; at rows that are
+    not real, 0. Sums are computed in float32 or wider, and rounded once to the reward's dtype. An
+    episode ends where a flag is set, and where the unit knows of an end, such as by `truncate` or
+    `Keys(episode=...)`. If the reward has several leaves, such as one for each agent, each has its
+    own sum. To add up beyond windows, store the sum with each step: `jrb.datasets.return_to_go`.
+
+    Windows must be whole episodes: `Sequence(n, sample_by="whole_episodes")`. If one is longer than
+    n, the sums of its first n rows are NaN. Other windows need `to="window"` or `bootstrap`.
 
     Attributes:
         discount: gamma, from 0 to 1.
-        to: the path of the result, `[B, L, ...]` for each leaf of the reward.
+        to: "episode"; or "window" to end the sums at the last real row of each window, too.
+        bootstrap: the path of a leaf `[B, L, ...]` with the value of each row's next observation,
+            in place of what follows the window, and the ends of episodes that are not terminated.
+            Without a flag `terminated`, all flags count as such. None to do without.
+        path: the path of the result, `[B, L, ...]` for each leaf of the reward.
+
+    Raises:
+        ValueError: when the buffer is made: samples of its unit are no whole episodes.
 
     Reference: Chen et al., 2021, "Decision transformer", section 3.
     """
 
     discount: float = 1.0
-    to: Path = ("next", "reward_to_go")
+    to: Literal["episode", "window"] = "episode"
+    bootstrap: Path | None = None
+    path: Path = ("next", "reward_to_go")
 
     def __post_init__(self) -> None:
         checks.fraction("discount", self.discount)
-        checks.path("to", self.to)
+        checks.choice("to", self.to, ("episode", "window"))
+        checks.path("path", self.path)
+        if self.bootstrap is not None:
+            checks.path("bootstrap", self.bootstrap)
+
+    def check(self, unit: Unit) -> None:
+        """Raises unless samples of the unit are whole episodes, or sums may end before."""
+        needs_end = self.to == "episode" and self.bootstrap is None
+        # Units without lookback need their rows in one piece for whole episodes only.
+        has_end = unit.requires_contiguous_history and not unit.lookback
+        if unit.row_steps is None or (needs_end and not has_end):
+            raise ValueError(
+                f"RewardToGo: unit: expected whole episodes, got {unit!r}. Store the sums with the "
+                "steps (jrb.datasets.return_to_go), or use jrb.Sequence(n, "
+                "sample_by='whole_episodes'). For other windows say what follows them: the path of "
+                "a value, bootstrap=..., or nothing, to='window'."
+            )
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the data with one more leaf for each leaf of the reward."""
-        what = f"RewardToGo: leaf '{path_name(batch.keys.reward)}'"
-        reward = batch.keys.get(data, "reward")
+        keys, mask = batch.keys, batch.mask
+        what = f"RewardToGo: leaf '{path_name(keys.reward)}'"
+        reward = keys.get(data, "reward")
         for leaf in jax.tree.leaves(reward):
-            if batch.mask.ndim != 2:
-                raise ValueError(
-                    f"{what}: expected windows [B, L], got {leaf.shape}. Use it with "
-                    "unit=jrb.Sequence(...)."
-                )
+            if mask.ndim != 2:  # without a buffer, whose unit would have been refused
+                raise ValueError(f"{what}: expected windows [B, L], got {leaf.shape}.")
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(
                     f"{what}: expected a floating dtype, got {leaf.dtype}. Use Cast before."
                 )
         # Flags say which ends were written; the unit also knows those of `truncate`.
-        goes_on = batch.mask if batch.ends is None else batch.mask & ~batch.ends
-        if batch.ends is None or batch.keys.flags(data):
-            goes_on = goes_on & ~ends_of(data, batch.keys)
-        goes_on = goes_on & (self.discount > 0)  # or 0 times infinity would be NaN
+        ends = jnp.zeros_like(mask) if batch.ends is None else batch.ends
+        if batch.ends is None or keys.flags(data):
+            ends = ends | ends_of(data, keys)
+        # Rows at which a sum ends, and those of them that have no value after them.
+        stops, over = ends | ~jnp.pad(mask, ((0, 0), (0, 1)))[:, 1:], ends
+        # A whole episode has its end, unless the window is too short for it.
+        rest = jnp.nan if self.to == "episode" and batch.ends is not None else 0.0
+        beyond = jax.tree.map(lambda _: jnp.float32(rest), reward)
+        if self.bootstrap is not None:
+            beyond = find(data, self.bootstrap, "RewardToGo: bootstrap")
+            is_told = leaves_at(data, keys.terminated)
+            own = dataclasses.replace(keys, done=None, truncated=None) if is_told else keys
+            over = ends_of(data, own) if own.flags(data) else jnp.zeros_like(mask)
 
-        def sums(leaf: jax.Array) -> jax.Array:
+        def sums(leaf: jax.Array, beyond: jax.Array) -> jax.Array:
             # Masks `[B, L]` for rewards with further axes, such as one for each objective.
             lift = lambda array: array.reshape(*array.shape, *(1,) * (leaf.ndim - 2))
-            rows = [jnp.moveaxis(each, 1, 0) for each in (leaf, lift(batch.mask), lift(goes_on))]
+            wide, factor = pytree.wide(leaf), self.discount
+            later = factor * beyond.astype(wide.dtype) if factor else 0.0  # 0 * infinity is NaN
+            last = wide + jnp.where(lift(over), 0, later)
+            columns = wide, jnp.where(lift(stops), last, 0), lift(mask), lift(stops)
+            rows = [jnp.moveaxis(jnp.broadcast_to(it, leaf.shape), 1, 0) for it in columns]
 
             def step(after: jax.Array, row: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-                reward, is_real, goes_on = row
-                later = jnp.where(goes_on, after * self.discount, jnp.zeros_like(after))
-                total = jnp.where(is_real, reward + later, jnp.zeros_like(after))
+                reward, last, is_real, is_stop = row
+                total = jnp.where(is_stop, last, reward + factor * after if factor else reward)
+                total = jnp.where(is_real, total, 0)
                 return total, total
 
-            return jnp.moveaxis(
-                lax.scan(step, jnp.zeros_like(rows[0][0]), rows, reverse=True)[1], 0, 1
-            )
+            scanned = lax.scan(step, jnp.zeros_like(rows[0][0]), rows, reverse=True)[1]
+            return jnp.moveaxis(scanned, 0, 1).astype(leaf.dtype)
 
-        return with_leaf(data, self.to, jax.tree.map(sums, reward), "RewardToGo")
+        return with_leaf(data, self.path, jax.tree.map(sums, reward, beyond), "RewardToGo")
 
 
 def with_leaf(data: Item, path: Path, entry: Any, what: str) -> Any:

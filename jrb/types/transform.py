@@ -7,6 +7,7 @@ import jax
 
 from jrb._util import pytree
 from jrb.types.messages import Context, Item, PartState, TransformContext
+from jrb.types.unit import Unit
 
 
 class Transform(abc.ABC):
@@ -20,6 +21,9 @@ class Transform(abc.ABC):
     @abc.abstractmethod
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the changed data; its leaves are `[B, ...]` or `[B, L, ...]`."""
+
+    def check(self, unit: Unit) -> None:  # noqa: B027
+        """Raises if the transform does not fit the buffer's unit; by default, it fits all."""
 
 
 class StatefulTransform(Transform):

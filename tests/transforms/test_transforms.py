@@ -349,7 +349,7 @@ def row_with_a_flag(t):
 @pytest.mark.parametrize("write", [ended_by_truncate, ended_by_number])
 @pytest.mark.parametrize("kind", ["plain", "stack", "host", "behind a function"])
 def test_a_reward_to_go_ends_where_the_unit_knows_of_an_end(row, write, kind, tmp_path):
-    unit, to_go = jrb.Sequence(4, cross_episodes=True), (tr.RewardToGo(),)
+    unit, to_go = jrb.Sequence(4, cross_episodes=True), (tr.RewardToGo(to="window"),)
     keys = jrb.Keys(episode="id") if write is ended_by_number else jrb.TED
     parts = {"batch_size": 64, "keys": keys, "unit": unit, "transforms": to_go}
     if kind == "stack":
@@ -377,6 +377,81 @@ def test_a_reward_to_go_of_several_agents_is_one_for_each():
     np.testing.assert_allclose(out["b"][..., 0], [[0.5, 1, 2], [5, 4, 0]])
 
 
+@pytest.mark.parametrize(
+    "unit",
+    [
+        jrb.Transition(),
+        jrb.NStep(3, 0.9),
+        jrb.Sequence(3),
+        jrb.Sequence(8, partial="pad"),
+        jrb.Sequence(1, burn_in=5, partial="pad"),
+        jrb.Sequence(3, sample_by="episodes"),
+        jrb.Sequence(3, cross_episodes=True),
+        jrb.FrameStack(2, unit=jrb.Sequence(3)),
+        jrb.Hindsight(lambda one, other: one, unit=jrb.Sequence(3)),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("where", ["first", "behind another"])
+def test_a_reward_to_go_needs_whole_episodes_when_the_buffer_is_made(unit, where):
+    before = () if where == "first" else (tr.Cast("float32"), lambda data: data)
+    with pytest.raises(ValueError, match=r"expected whole episodes, got .*return_to_go"):
+        jrb.ReplayBuffer(8, unit=unit, transforms=(*before, tr.RewardToGo(0.9)))
+    options = (tr.RewardToGo(to="window"), tr.RewardToGo(bootstrap="value"))
+    for each in options:
+        if isinstance(unit, jrb.Transition | jrb.NStep):
+            with pytest.raises(ValueError, match="RewardToGo"):
+                jrb.ReplayBuffer(8, unit=unit, transforms=(*before, each))
+        else:
+            jrb.ReplayBuffer(8, unit=unit, transforms=(*before, each))
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_reward_to_go_of_whole_episodes_ends_with_them(wrap):
+    """An episode that is longer than the window has no sum, as its end is not in sight."""
+    done = np.isin(np.arange(12), [3, 9])
+    reward = np.arange(12, dtype=np.float32) + 1
+    seen = {"achieved_goal": np.zeros(12), "desired_goal": np.zeros(12)}
+    rows = {"observation": seen, "next": {"observation": seen, "reward": reward, "done": done}}
+    unit = jrb.Sequence(5, sample_by="whole_episodes")
+    unit = jrb.Hindsight(lambda one, other: one, ratio=0.0, unit=unit) if wrap else unit
+    options = {"unit": unit, "batch_size": 64, "transforms": (tr.RewardToGo(0.5),)}
+    buffer, state = jrb.from_items(jax.tree.map(jnp.asarray, rows), capacity=16, **options)
+    batch = jax.jit(buffer.sample)(state, jax.random.key(0))
+    sums = dict(zip(batch.indices.tolist(), batch.data["next"]["reward_to_go"], strict=True))
+    assert sums.keys() == {0, 4}
+    np.testing.assert_array_equal(sums[0], [3.25, 4.5, 5, 4, 0])
+    assert np.isnan(sums[4]).all()
+
+
+@pytest.mark.parametrize("flags", ["both", "done", "truncate"])
+def test_a_bootstrap_is_worth_what_follows_unless_the_episode_terminated(flags):
+    reward, value = np.float32([1, 2, 4, 8, 16, 32]), np.float32([10, 20, 30, 40, 50, 60])
+    over, cut = np.arange(6) == 1, np.arange(6) == 3
+    after = {"reward": reward, "terminated": over, "truncated": cut}
+    if flags != "both":
+        after = {"reward": reward, "done": over}
+    rows = {"value": value, "next": after}
+    unit = jrb.Sequence(6, partial="pad", cross_episodes=True)
+    to_go = tr.RewardToGo(0.5, bootstrap="value", path="goal")
+    buffer = jrb.ReplayBuffer(6, unit=unit, batch_size=64, transforms=(to_go,))
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0], rows))
+    for row in range(6):
+        state = buffer.add(state, jax.tree.map(lambda leaf, row=row: leaf[row], rows))
+        state = buffer.truncate(state) if flags == "truncate" and cut[row] else state
+    batch = buffer.sample(state, jax.random.key(0))
+    (goal,) = np.unique(batch.data["goal"][batch.indices == 0], axis=0)
+    if flags == "done":  # one episode from row 2 on
+        np.testing.assert_array_equal(
+            goal, [2, 2, 21.875, 35.75, 55.5, 62 + 17][:2] + goal.tolist()[2:]
+        )
+        np.testing.assert_allclose(goal[5], 32 + 30)
+        np.testing.assert_allclose(goal[2], 4 + 0.5 * (8 + 0.5 * (16 + 0.5 * 62)))
+    else:
+        last = 16 + 0.5 * 62
+        np.testing.assert_allclose(goal, [2, 2, 4 + 0.5 * (8 + 20), 8 + 20, last, 62])
+
+
 def test_a_discount_of_0_leaves_out_what_comes_later():
     rewards = jnp.array([[1.0, jnp.inf, jnp.nan, 2.0]])
     windows = {"next": {"reward": rewards, "done": jnp.zeros((1, 4), jnp.bool_)}}
@@ -393,7 +468,9 @@ def test_a_discount_of_0_leaves_out_what_comes_later():
         (lambda: tr.Normalize(0.0, None), "Normalize: std: expected finite numbers"),
         (lambda: tr.ToFloat(scale="x"), "ToFloat: scale: expected finite numbers"),
         (lambda: tr.Resize(3, 3, method="foo"), "Resize: method: .*got 'foo'"),
-        (lambda: tr.RewardToGo(to=("next", 3)), "to: expected a name or a tuple of names"),
+        (lambda: tr.RewardToGo(path=("next", 3)), "path: expected a name or a tuple of names"),
+        (lambda: tr.RewardToGo(bootstrap=0.5), "bootstrap: expected a name or a tuple of"),
+        (lambda: tr.RewardToGo(to="end"), "to: expected one of 'episode', 'window', got 'end'"),
     ],
 )
 def test_options_that_cannot_work_are_refused_when_the_transform_is_made(make, text):

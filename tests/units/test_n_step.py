@@ -182,7 +182,8 @@ def test_programs_hardly_grow_with_the_number_of_rows(unit):
     item = {"observation": goals, "discount": np.float32(1), "next": after}
 
     def size(n):
-        to_go = (jrb.transforms.RewardToGo(),) if isinstance(unit(n), jrb.Sequence) else ()
+        to_go = jrb.transforms.RewardToGo(to="window")
+        to_go = (to_go,) if isinstance(unit(n), jrb.Sequence) else ()
         buffer = jrb.ReplayBuffer(8000, batch_size=8, unit=unit(n), transforms=to_go)
         state = jax.eval_shape(buffer.init, item)
         row = jax.tree.map(jnp.asarray, item)

@@ -4,6 +4,7 @@ from jrb.datasets.format import Format
 from jrb.datasets.formats.arrays import Arrays, Tables
 from jrb.datasets.formats.checkpoint import Checkpoint, CheckpointFile
 from jrb.datasets.formats.d4rl import D4RL
+from jrb.datasets.formats.dopamine import Dopamine
 from jrb.datasets.formats.hdf5_groups import Robomimic, RoboSet
 from jrb.datasets.formats.lerobot import LeRobot
 from jrb.datasets.formats.minari import Minari
@@ -20,6 +21,7 @@ OURS: tuple[Format, ...] = (
     TorchRL(),
     Minari(),
     LeRobot(),
+    Dopamine(),
     D4RL(),
     RoboSet(),
     Robomimic(),

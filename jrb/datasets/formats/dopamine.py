@@ -1,0 +1,213 @@
+"""The format of Dopamine's replay buffers, such as the DQN replay data set (`replay_logs`).
+
+A folder has a gzipped `.npy` file for each array and checkpoint N: `$store$_observation_ckpt.N.gz`,
+and the same for `action`, `reward`, `terminal` and further arrays. `add_count_ckpt.N.gz` is the
+number of rows that the ring ever got, and so says where its oldest row is. Before each episode come
+`stack_size - 1` rows of zeros. K episodes, T steps, n rows of a checkpoint.
+
+References: Castro et al., Dopamine, 2018, `circular_replay_buffer.py`; Agarwal et al., An
+Optimistic Perspective on Offline RL, 2020.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jrb.authoring import ExpansionLimit, declared_nbytes
+from jrb.datasets.format import Source
+from jrb.datasets.reading import tabular
+from jrb.datasets.reading.gzipped import GzippedColumn
+from jrb.datasets.reading.names import check, to_ted
+from jrb.datasets.reading.tabular import FLAGS, TERMINATED, TRUNCATED, Table, TableFormat
+from jrb.keys import Keys, within
+
+_STORE, _COUNT, _RANGE, _ENDS = "$store$_", "add_count", "invalid_range", "episode_end_indices"
+_FILE = re.compile(r"(.+)_ckpt\.(\d+)\.gz")
+# A pickled set of NumPy's int64, and one of its entries: 8 bytes, and references to the class.
+_ENTRY = rb"C\x08(.{8})\x94\x86\x94R\x94(?:\x90|\(|h.|\x95.{8})*"
+_SET = rb"\x80[\x04\x05](?:\x95.{8})?\x8f\x94(?:\(.{1,99}?(?=C\x08))?(?:%b)*\." % _ENTRY
+
+Files = Mapping[int, Mapping[str, str]]
+"""The paths of the files of each checkpoint, by the part of their names before `_ckpt`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dopamine(TableFormat):
+    """Replay buffers that Dopamine saved or logged, read as episodes from the oldest row on.
+
+    Checkpoints of one ring are joined: an episode continues in the next checkpoint if that begins
+    with the next row, and rows that both have are read once. Else the episode is cut. Episodes end
+    at `terminal`, and where Dopamine 4 noted other ends. Files are decompressed in blocks; to read
+    an episode by its number, its file is decompressed up to it.
+
+    Attributes:
+        checkpoints: the numbers of the checkpoints to read; None for all.
+        mapping: as in `Arrays`, with the names between `$store$_` and `_ckpt`.
+    """
+
+    name: ClassVar[str] = "dopamine"
+    looks_for: ClassVar[str] = "a folder with $store$_observation_ckpt.0.gz and its siblings"
+    own_files: ClassVar[str] = r"[^/]+_ckpt\.\d+\.gz"
+
+    checkpoints: tuple[int, ...] | None = None
+    mapping: Mapping[str, Any] | Keys | None = None
+    # The most that gzip can reach. Frames that hardly change come near it; they are read in blocks.
+    max_expansion: float = dataclasses.field(default=1032.0, repr=False, kw_only=True)
+
+    def matches(self, source: Source) -> bool:
+        """Returns True if the folder has files of Dopamine's arrays."""
+        return bool(_files_of(source))
+
+    @contextlib.contextmanager
+    def table(self, source: Source) -> Iterator[Table]:
+        """Opens the files as a table, whose rows are decompressed when they are read."""
+        present = _files_of(source)
+        files = {number: present.get(number, {}) for number in sorted(self.checkpoints or present)}
+        arrays = sorted({name for own in files.values() for name in own if _STORE in name})
+        for number, own in files.items():
+            where, got = f"{source}: checkpoint {number}", f"{sorted(own)}. Choose checkpoints="
+            check({*arrays, _COUNT} <= own.keys(), where, f"files of {[_COUNT, *arrays]}", got)
+        leaves = to_ted([name.removeprefix(_STORE) for name in arrays], self.mapping, source)
+        tabular.check_roles_present(source, leaves, ("observation", "action"))
+        paths = [path for own in files.values() for path in own.values()]
+        with contextlib.ExitStack() as stack:
+            every: dict[str, GzippedColumn] = {}
+            for name, leaf in leaves.items():
+                every[leaf] = GzippedColumn([own[_STORE + name] for own in files.values()])
+                stack.callback(every[leaf].close)
+            lengths = {leaf: column.starts[1:] for leaf, column in every.items()}
+            is_right = len({*map(str, lengths.values())}) == 1
+            check(is_right, source, "arrays of one length in each checkpoint", lengths)
+            ExpansionLimit(source, paths, self.max_expansion).add(declared_nbytes(every))
+            columns, texts, left_out = tabular.by_content(every)
+            left_out |= {*texts, *(name for own in files.values() for name in own)} - {*arrays}
+            read = functools.partial(_read_steps, source, files, columns)
+            rows, table = tabular.cached(paths, (self.name, *sorted(leaves.items())), read)
+            steps = {leaf: tabular.rows_at(column, rows) for leaf, column in columns.items()}
+            left_out -= {_COUNT, _RANGE, _ENDS}
+            yield dataclasses.replace(table, columns={**steps, **table.columns}, left_out=left_out)
+
+
+def _files_of(source: Source) -> dict[int, dict[str, str]]:
+    """Returns the files of each checkpoint that has arrays, in the order of their numbers."""
+    files: dict[int, dict[str, str]] = {}
+    is_folder = isinstance(source, str) and os.path.isdir(source)
+    for match in map(_FILE.fullmatch, sorted(os.listdir(source)) if is_folder else ()):
+        if match:
+            files.setdefault(int(match[2]), {})[match[1]] = os.path.join(source, match[0])
+    has_array = lambda own: any(name.startswith(_STORE) for name in own)
+    return {number: own for number, own in sorted(files.items()) if has_array(own)}
+
+
+def _rows_in_order(
+    files: Files, starts: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, dict[int, bool]]:
+    """Returns the rows of the files in order of time, and those that Dopamine 4 notes as ends.
+
+    Also returns the indices of those before which rows are in no file, True if there are none.
+    """
+    rows, ends, breaks, newest, size = [], [], dict[int, bool](), -1, 0
+    for own, begin, end in zip(files.values(), starts[:-1], starts[1:], strict=True):
+        count = int(GzippedColumn([own[_COUNT]])[0:1][0])
+        # A full ring begins at its cursor; rows from the cursor of another on were never written.
+        place = np.arange(min(count, end - begin)) + (count if count > end - begin else 0)
+        # A checkpoint goes on where the one before ends if it has the next row that the ring got.
+        oldest, skip = count - len(place), 0
+        if oldest <= newest < count:
+            skip = newest - oldest
+        else:
+            breaks[size] = newest < 0 and oldest == 0
+        rows.append(begin + place[skip:] % (end - begin))
+        if _ENDS in own:  # a pickled set, which is not unpickled
+            with gzip.open(own[_ENDS]) as file:
+                pickled = file.read()
+            is_set = re.fullmatch(_SET, pickled, re.DOTALL)
+            check(is_set, own[_ENDS], "a set of NumPy's int64", "another. Remove it to do without")
+            numbers = b"".join(re.findall(_ENTRY, pickled, re.DOTALL))
+            ends.append(begin + np.frombuffer(numbers, "<i8"))
+        newest, size = count, size + len(rows[-1])
+    return np.concatenate(rows), np.concatenate([[], *ends]), breaks
+
+
+def _read_steps(
+    source: Source, files: Files, columns: Mapping[str, Any]
+) -> tuple[np.ndarray, Table]:
+    """Returns the rows of the files that are steps, int64 `[T]`, and a table of their flags."""
+    starts = next(iter(columns.values())).starts
+    rows, noted, breaks = _rows_in_order(files, starts)
+    check(len(rows), source, "steps", "none")
+    is_zero, flags = np.ones(len(rows), bool), dict[str, np.ndarray]()
+    for leaf, column in columns.items():
+        if leaf in FLAGS or within(leaf, "action") or within(leaf, "next/reward"):
+            small = tabular.rows_at(column, rows)[:]
+            is_zero &= ~small.reshape(len(rows), -1).any(axis=1)
+            if leaf in FLAGS:
+                flags[leaf] = tabular.flag_column(small, leaf, source)[:]
+    check(flags, source, "an array 'terminal'", sorted(columns))
+    terminated, truncated = tabular.combined_flags(len(rows), *map(flags.get, FLAGS))
+    # Episodes end where that is noted, and before rows that are in no file.
+    ended = terminated | truncated | np.isin(rows, noted)
+    is_last = ended.copy()
+    is_last[np.array([*breaks]) - 1] = True  # 0 - 1 is the last row of all
+    stops = np.flatnonzero(is_last) + 1
+    begins = np.append(0, stops[:-1])
+    has_first = ~np.isin(begins, [*breaks])
+    own = next(iter(files.values()))
+    most = max(0, len(GzippedColumn([own[_RANGE]])) - 2) if _RANGE in own else 15
+    seen = [column for leaf, column in columns.items() if within(leaf, "observation")]
+
+    def zero_frames(episode: int, most: int) -> int:
+        at = rows[begins[episode] :][:most]
+        frames = [tabular.rows_at(column, at)[:] for column in seen]
+        is_seen = [each.reshape(len(at), -1).any(axis=1) for each in frames]
+        return int(np.append(np.any(is_seen, axis=0), True).argmax())
+
+    padding = _padding(most, is_zero, begins, stops, has_first, ended[stops - 1], zero_frames)
+    is_step = np.ones(len(rows), bool)
+    for row in range(padding.max()):
+        is_step[begins[padding > row] + row] = False
+    kept = stops - begins > padding
+    number = np.array([*files])[np.searchsorted(starts, rows[begins], "right") - 1]
+    # Where a part of the padding is there, so is the first step.
+    is_new = (begins == 0) & breaks[0] & ~padding.any()
+    complete = (has_first | (padding > 0) | is_new) & ended[stops - 1]
+    facts = {"checkpoint": number[kept], "complete": complete[kept]}
+    notes = (f"{padding.max()} rows of zeros before each episode are left out.",) * any(padding)
+    if len(breaks) > 1:
+        apart = number[np.isin(begins, [*breaks][1:])].tolist()
+        notes += (f"Checkpoints {apart} do not go on where others end: episodes are cut there.",)
+    flags = {TERMINATED: terminated[is_step], TRUNCATED: (is_last & ~terminated)[is_step]}
+    ends = np.cumsum(stops - begins - padding)[kept]
+    return rows[is_step], Table(flags, ends, facts, notes=notes)
+
+
+def _padding(
+    most: int,
+    is_zero: np.ndarray,
+    begins: np.ndarray,
+    stops: np.ndarray,
+    has_first: np.ndarray,
+    has_last: np.ndarray,
+    zero_frames: Callable[[int, int], int],
+) -> np.ndarray:
+    """Returns how many rows of zeros come before the steps of each episode, up to `most`, `[K]`."""
+    counts, is_whole = np.zeros(len(begins), np.int64), has_first & has_last
+    for row in range(most):
+        at = begins + row
+        counts += (counts == row) & (at + has_last < stops) & is_zero[np.minimum(at, stops - 1)]
+    # All whole episodes have the same number. Actions and rewards of some first steps are zeros
+    # too; the observations, which are large, are read of one episode only.
+    if is_whole.any():
+        most = int(counts[is_whole].min())
+        most = zero_frames(is_whole.argmax(), most) if most else 0
+        counts = np.minimum(counts, most)
+    for episode in np.flatnonzero(~(has_first & is_whole.any()) & (counts > 0)):
+        counts[episode] = zero_frames(episode, counts[episode])
+    return counts
