@@ -100,6 +100,15 @@ class FrameStack(WrappingUnit):
         return self.k - 1 + self.unit.lookback
 
     @property
+    def anchor_requirement(self) -> str:
+        """What an anchor of the inner unit needs, and the frames of its stack."""
+        stack = (
+            f"Of the {self.k - 1} rows before an anchor, those of its episode must be stored. "
+            "Write more rows, or make the capacity larger."
+        )
+        return f"{self.unit.anchor_requirement} {stack if self.k > 1 else ''}".strip()
+
+    @property
     def requires_contiguous_history(self) -> bool:
         """True: the frames before a row must be held."""
         return True
