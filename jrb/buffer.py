@@ -315,6 +315,8 @@ class ReplayBuffer:
     ) -> Sample:
         """Samples a batch and leaves the state as it is.
 
+        Derivatives through the buffer are 0 by design: to a loss, a sample is a constant.
+
         Args:
             state: is only read.
             key: a PRNG key. It is consumed.
@@ -343,7 +345,7 @@ class ReplayBuffer:
         """Samples a batch, and advances samplers that consume.
 
         Writes to the returned state in the same jitted function need no copy, as its cursor depends
-        on everything that was read.
+        on everything that was read. Derivatives through the buffer are 0, as for `sample`.
 
         Args:
             state: may be donated.
