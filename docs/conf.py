@@ -33,7 +33,12 @@ html_logo = "_static/logo.svg"
 html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["jrb.css"]
-html_theme_options = {"navigation_with_keys": True}
+html_theme_options = {
+    "navigation_with_keys": True,
+    "footer_icons": [
+        {"name": "GitHub", "url": "https://github.com/jrb-dev/jrb", "html": "GitHub", "class": ""}
+    ],
+}
 html_show_sourcelink = False
 html_show_sphinx = False
 html_copy_source = False

@@ -17,7 +17,7 @@ from jrb._util import casting, checks, display, pytree, wording
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.samplers import Uniform
-from jrb.state import BufferState, Device, Sample, check_origin, origin_of
+from jrb.state import BufferState, Device, Memory, Sample, check_origin, origin_of
 from jrb.storages import DeviceStorage
 from jrb.types import Item, OrderedSampler, PrioritizedSampler, Sampler, Storage, Unit, Writer
 from jrb.types.parts import check_part
@@ -224,11 +224,18 @@ class ReplayBuffer:
         spec = None if self.storage.of_objects else self._stored_spec(example)
         return eager.init(self, spec, device)
 
-    def nbytes(self, example: Item) -> int:
-        """Returns the number of bytes that `init(example)` would allocate in arrays and files."""
+    def nbytes(self, example: Item, where: Memory = None) -> int:
+        """Returns the number of bytes that `init(example)` would allocate in arrays and files.
+
+        Args:
+            example: as for `init`.
+            where: "device" for arrays of JAX (on a CPU these too are in memory of the host), "host"
+                for other memory, "files" for files when they are full; None for the sum.
+        """
+        checks.choice("nbytes: where", where, (None, "device", "host", "files"))
         if self.storage.of_objects:
             raise eager.refusal()
-        return eager.nbytes(self, self._stored_spec(example))
+        return eager.nbytes(self, self._stored_spec(example), where)
 
     @takes_state
     def add(
@@ -342,6 +349,8 @@ class ReplayBuffer:
     ) -> Sample:
         """Samples a batch and leaves the state as it is.
 
+        Derivatives through the buffer are 0 by design: to a loss, a sample is a constant.
+
         Args:
             state: is only read.
             key: a PRNG key. It is consumed.
@@ -370,7 +379,7 @@ class ReplayBuffer:
         """Samples a batch, and advances samplers that consume.
 
         Writes to the returned state in the same jitted function need no copy, as its cursor depends
-        on everything that was read.
+        on everything that was read. Derivatives through the buffer are 0, as for `sample`.
 
         Args:
             state: may be donated.

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jrb._core.steps import context_of
+from jrb._core.steps import num_anchors
 from jrb._core.validate import DonatedError, check_not_deleted, check_outside_jit
 from jrb._store.errors import StaleError
 from jrb._store.threads import Worker
@@ -95,15 +95,14 @@ def epochs(
     buffer = dataclasses.replace(buffer, sampler=sampler, batch_size=batch_size)
     # The sampler is another one, so that epochs do not depend on the buffer's own.
     state = state.replace(sampler=sampler.init(buffer.ring))
-    context = context_of(buffer, state.writer)
     if state.edits.ndim:
         raise TypeError("epochs: expected a single state, got states under vmap. Take one of them.")
-    count = int(buffer.unit.anchors(context, state.unit).count)
+    count = int(num_anchors(buffer, state))
     each = count // batch_size if drop_last else -(-count // batch_size)
     if not each:
         raise ValueError(
-            f"epochs: expected enough for a batch of {batch_size}, got {count} things to draw. Add "
-            "items first, or take smaller batches."
+            f"epochs: expected enough for a batch of {batch_size}, got {count} anchors. Add items "
+            f"first, or take smaller batches. {buffer.unit.anchor_requirement}".rstrip()
         )
     return Epochs(buffer, state, key, batches=each * n_epochs, origin=origin)
 

@@ -15,7 +15,7 @@ from jrb._core.validate import takes_state
 from jrb._util import casting, checks, display, pytree, splitting
 from jrb._xla import random_bits
 from jrb.buffer import ReplayBuffer, draw_arguments
-from jrb.state import Buffer, BufferState, Device, Sample, check_origin
+from jrb.state import Buffer, BufferState, Device, Memory, Sample, check_origin
 from jrb.types import Item, Sampler
 
 States = tuple[BufferState, ...]
@@ -91,9 +91,9 @@ class Mix:
             for part in self.buffers
         )
 
-    def nbytes(self, example: Item) -> int:
-        """Returns the number of bytes that `init(example)` allocates."""
-        return sum(part.nbytes(example) for part in self.buffers)
+    def nbytes(self, example: Item, where: Memory = None) -> int:
+        """Returns the number of bytes that `init(example)` allocates: see `ReplayBuffer.nbytes`."""
+        return sum(part.nbytes(example, where) for part in self.buffers)
 
     def size(self, states: States) -> jax.Array:
         """Returns the number of transitions in each buffer, int32 `[K]`."""

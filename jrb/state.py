@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -187,6 +187,9 @@ def check_origin(method: str, sample: Sample, origin: str) -> None:
 
 Device = jax.sharding.Sharding | BufferState | Any | None  # type checkers know no jax.Device
 """The place for arrays: a device, a sharding, a state of shardings; None for the default device."""
+
+Memory = Literal["device", "host", "files"] | None
+"""The memory whose bytes are counted; None for all."""
 
 
 class Buffer(Protocol):

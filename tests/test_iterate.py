@@ -63,7 +63,7 @@ def test_an_epoch_of_windows():
 
 def test_what_epochs_refuse():
     buffer, state = filled()
-    with pytest.raises(ValueError, match="got 0 things"):
+    with pytest.raises(ValueError, match="got 0 anchors"):
         jrb.epochs(buffer, buffer.empty(state), KEY)
     with pytest.raises(ValueError, match="n_epochs"):
         jrb.epochs(buffer, state, KEY, n_epochs=0)

@@ -639,6 +639,8 @@ def test_one_shard_is_the_buffer_also_without_environments():
     want = buffer.sample(alone, jax.random.fold_in(key, 0))
     assert_same(sharded.sample(state, key).data, want.data)
     assert sharded.nbytes({"x": 0}) == buffer.nbytes({"x": 0}) == tree_nbytes(state)
+    assert sharded.nbytes({"x": 0}, "device") == tree_nbytes(state)
+    assert sharded.nbytes({"x": 0}, "files") == buffer.nbytes({"x": 0}, "host") == 0
 
 
 def held(buffer, state):

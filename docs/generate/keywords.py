@@ -13,8 +13,8 @@ KEYWORDS = {
     "install": "install, installation, pip, cuda, gpu, tpu, windows, macos, extras",
     "quick_start": "getting started, tutorial, quickstart",
     "algorithms": (
-        "which buffer, algorithm, dqn, double dqn, rainbow, sac, td3, ddpg, drqn, ppo, a2c, "
-        "on-policy, dreamer, dreamerv3, iql, cql, behaviour cloning, rlpd, grpo"
+        "which buffer, algorithm, dqn, double dqn, rainbow, sac, td3, ddpg, drqn, "
+        "dreamer, dreamerv3, iql, cql, behaviour cloning, rlpd"
     ),
     "agents": "examples, example agents, c51, minatar, pendulum, flax, learning curve",
     "comparison": "comparison, reverb, cpprb, dopamine, alternatives",
@@ -34,6 +34,7 @@ KEYWORDS = {
     "use/parts": "custom, extend, own sampler, plugin",
     "use/writers": "reservoir, fifo, full buffer",
     "guides/larger-than-the-gpu": "memory, gpu memory, images, pixels",
+    "guides/ppo": "ppo, a2c, grpo, on-policy, rollout, minibatches, groups of completions",
     "guides/hindsight": "her, hindsight, goal, goals",
     "guides/resume": "resume, preemption, sigterm, continue training",
     "guides/r2d2": "r2d2, recurrent, lstm, rnn, hidden state",

@@ -18,7 +18,7 @@ from generate.tables import RESULTS
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "_made"
 STAMP = "sources.txt"
-QUICK_START = ("quick_start", "plot_sample", "plot_episode", "plot_draws")
+QUICK_START = ("quick_start", "quick_start_narrow", "plot_sample", "plot_episode", "plot_draws")
 WITHOUT_PICTURE = ("remote", "scale", "skew")
 """Results that are tables only."""
 SOURCES = (
@@ -45,6 +45,7 @@ def digest() -> str:
 def draw_quick_start(folder: pathlib.Path) -> None:
     """Trains the agent of the quick start, and draws its buffer in four ways."""
     import jax
+    import matplotlib.figure
 
     import jrb
     from examples import quick_start
@@ -53,9 +54,13 @@ def draw_quick_start(folder: pathlib.Path) -> None:
         quick_start.main(work)
         pathlib.Path(work, "priorities.png").rename(folder / "quick_start.png")
         buffer, state = jrb.load(pathlib.Path(work, "replay"))
+    # For narrow windows, where the wide picture would be cut: as tall, and half as wide.
+    narrow = matplotlib.figure.Figure(figsize=(5, 8.5), layout="constrained", facecolor="white")
+    jrb.plot.state(buffer, state, narrow.add_subplot())
     key = jax.random.key(0)
     newest = len(jrb.episodes(buffer, state)) - 2 * buffer.num_envs  # of those that are complete
     figures = {
+        "quick_start_narrow": narrow,
         "plot_sample": jrb.plot.sample(buffer.sample(state, key)),
         "plot_episode": jrb.plot.episode(buffer, state, newest),
         "plot_draws": jrb.plot.draws(buffer, state, key, 20_000),

@@ -90,8 +90,8 @@ def _observe(method: str, buffer: Buffer, state: BufferState, arguments: dict, r
         few = "" if least is None else f", or fewer than min_size={least}"
         text = (
             f"sample: the buffer has no item that can be drawn{few}: the batch is masked. Look at "
-            "can_sample before."
-        )
+            f"can_sample before. {buffer.unit.anchor_requirement}"
+        ).rstrip()
         _call_on_host(functools.partial(_warn_of, text), (~mask.any()).astype(jnp.int32))
     elif method == "update_priority":
         which, priorities = arguments["which"], arguments["priorities"]
@@ -127,6 +127,6 @@ def _look_at_key(data: np.ndarray) -> None:
 
 
 def _warn_of(text: str, count: np.ndarray) -> None:
-    """Warns unless the count is 0; the count is filled into the text."""
+    """Warns unless the count is 0; the count replaces {} in the text."""
     if count:
-        warnings.warn(text.format(count), DebugWarning, stacklevel=2)
+        warnings.warn(text.replace("{}", str(count)), DebugWarning, stacklevel=2)

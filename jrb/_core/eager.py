@@ -99,14 +99,14 @@ def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
     return state if is_traced(state) else jax.block_until_ready(state)
 
 
-def nbytes(buffer: Buffer, spec: Item) -> int:
-    """Returns the bytes that `init` allocates, on the device and on the host."""
+def nbytes(buffer: Buffer, spec: Item, where: str | None) -> int:
+    """Returns the bytes that `init` allocates: on the "device", the "host", in "files", or all."""
     inner = for_device(buffer) if on_host(buffer) else buffer
-    size = pytree.nbytes(compiled_blank.eval_shape(inner, SpecKey(spec)))
+    sizes = [{"device": pytree.nbytes(compiled_blank.eval_shape(inner, SpecKey(spec)))}]
     if on_host(buffer):
         is_chronological = buffer.writer.is_chronological
-        size += buffer.storage.nbytes(buffer.ring, spec, is_chronological=is_chronological)
-    return size
+        sizes += [buffer.storage.nbytes(buffer.ring, spec, is_chronological=is_chronological)]
+    return sum(size for each in sizes for kind, size in each.items() if where in (None, kind))
 
 
 # Writes.
@@ -328,17 +328,29 @@ def _is_drawn(buffer: Buffer, state: BufferState, quiet: bool, mask: Any) -> boo
     values = np.asarray(mask)
     if values.item(0) or values.any():
         return True
-    least = "" if buffer.min_size is None else f": min_size is {buffer.min_size}"
-    hint = f"finds nothing. Add items first; can_sample tells when there are enough{least}."
-    part = buffer.sampler
-    if isinstance(part, PrioritizedSampler) and (part.priorities(state.sampler) != -1).any():
-        hint = "finds no mass: give priorities above 0, add items, or drop fewer of them."
-    if ready(buffer, state, len(values)):  # the sampler drew anchors, and the unit masked them
-        part, hint = buffer.unit, "masks every anchor of the batch. Draw more, or add items first."
-    raise ValueError(
-        f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in which "
-        f"{type(part).__name__} {hint}"
-    )
+    size, num_anchors = int(buffer.size(state)), int(steps.num_anchors(buffer, state))
+    is_masked = bool(ready(buffer, state, len(values)))
+    raise ValueError(f"sample: {explain_no_draw(buffer, size, num_anchors, is_masked)}")
+
+
+def explain_no_draw(buffer: Buffer, size: int, num_anchors: int, is_masked: bool = False) -> str:
+    """Returns why nothing can be drawn from `size` items with `num_anchors` anchors, and the cure.
+
+    `is_masked` is True if the sampler drew anchors, and the unit masked them.
+    """
+    unit, need = type(buffer.unit).__name__, buffer.unit.anchor_requirement
+    why = f"in which {type(buffer.sampler).__name__} finds nothing"
+    cure = f"Add items first; can_sample tells when there are enough. {need}"
+    if buffer.min_size is not None and size < buffer.min_size:
+        why = f"where min_size is {buffer.min_size}"
+    elif is_masked:
+        why, cure = f"in which {unit} masks every anchor of the batch", "Draw more, or add items."
+    elif size and not num_anchors:
+        why, cure = f"in which {unit} has no anchor", need or cure
+    elif num_anchors and isinstance(buffer.sampler, PrioritizedSampler):
+        why += ": no priority has mass"
+        cure = "Give priorities above 0, add items, or drop fewer of them."
+    return f"expected something to draw, got a buffer of size {size} {why}. {cure}".rstrip()
 
 
 @functools.lru_cache(maxsize=64)

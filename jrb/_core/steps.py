@@ -389,6 +389,11 @@ def locate(
     return buffer.storage.locate(context, state.storage, [plan.where(name) for name in names])
 
 
+def num_anchors(buffer: Buffer, state: BufferState) -> jax.Array:
+    """Returns the number of anchors, int32 `[]`."""
+    return buffer.unit.anchors(context_of(buffer, state.writer), state.unit).count
+
+
 @by_description("batch_size")
 def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
     context = context_of(buffer, state.writer)

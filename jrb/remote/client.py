@@ -235,10 +235,7 @@ class Remote:
         patient = self._permits is not None
         sample = self._drawing.draw(batch_size, beta, device, patient)
         if sample is None:
-            raise ValueError(
-                "sample: expected something to draw, got a buffer without valid start slots. Let "
-                "actors add items first; can_sample tells when there are enough."
-            )
+            raise ValueError(f"sample: {self._drawing.describe()}")
         return sample
 
     def ahead(

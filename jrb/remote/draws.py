@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._core.eager import explain_no_draw
 from jrb.authoring import context_of
 from jrb.buffer import ReplayBuffer
 from jrb.remote.gate import Permits, granted, ray
@@ -157,6 +158,12 @@ class Drawing:
             if sample is not None or not patient:
                 return sample
             time.sleep(PAUSE)
+
+    def describe(self) -> str:
+        """Returns why nothing can be drawn, and the cure."""
+        each = ray().get([server.facts.remote() for server in self._servers])
+        size, anchors = sum(one.size for one in each), sum(one.anchors for one in each)
+        return explain_no_draw(self._setup.buffer, size, anchors)
 
     def take(self, draw: RemoteDraw, device: Device, again: bool = True) -> Sample | None:
         """Returns the batch of a draw on a device; None if there was no valid start.

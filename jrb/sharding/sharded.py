@@ -17,7 +17,7 @@ from jrb._util.pytree import Leaf, PyTree
 from jrb.buffer import ReplayBuffer, draw_arguments
 from jrb.sharding import joint, mesh
 from jrb.sharding.mesh import Cut, Cuts, Layout
-from jrb.state import BufferState, Sample, check_origin, origin_of
+from jrb.state import BufferState, Memory, Sample, check_origin, origin_of
 from jrb.types import Item, ShardedSampler
 
 _run = explained(mesh.run)
@@ -179,9 +179,9 @@ class Sharded:
         leaves, structure = jax.tree.flatten(self.part._stored_spec(example))
         return _run(self.layout, joint.blank, (self.part, structure, tuple(leaves)), (), 0, ())
 
-    def nbytes(self, example: Item) -> int:
-        """Returns the number of bytes that `init(example)` allocates for all shards."""
-        return self.shards * self.part.nbytes(example)
+    def nbytes(self, example: Item, where: Memory = None) -> int:
+        """Returns the bytes that `init(example)` allocates in all shards: see `ReplayBuffer`."""
+        return self.shards * self.part.nbytes(example, where)
 
     def add(
         self,
@@ -277,11 +277,9 @@ class Sharded:
         if not (quiet or in_program):
             can_sample = self.can_sample(state)
             if not eager.is_traced(can_sample) and not can_sample:
-                raise ValueError(
-                    f"sample: expected something to draw, got shards that hold {self.size(state)} "
-                    "transitions, of which none can be drawn. Add items first, or priorities above "
-                    "0; can_sample tells."
-                )
+                anchors = _run(self.layout, joint.num_anchors, (self.part,), (0,), None, (state,))
+                text = eager.explain_no_draw(self.buffer, int(self.size(state)), int(anchors))
+                raise ValueError(f"sample: {text}")
         returns = ("state" if in_program else "sampler") if moves else "sample"
         static = self.part, count // self.shards, self.buffer.min_size, self._origin, returns
         cuts, out = (0, None, None), (0, 0) if moves else 0

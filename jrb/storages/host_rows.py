@@ -384,9 +384,9 @@ class HostArrays(HostStorage):
         """Returns the names of the leaves."""
         return self.view(state).rows.names
 
-    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
-        """Returns the number of bytes of the rows and of the version."""
-        return ring.capacity * pytree.nbytes(spec) + pytree.nbytes(VERSION)
+    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> dict[str, int]:
+        """Returns the bytes of the rows, in memory of the host, and of the version."""
+        return {"host": ring.capacity * pytree.nbytes(spec), "device": pytree.nbytes(VERSION)}
 
     # Outside jit.
 

@@ -148,13 +148,12 @@ class StoreArrays(HostArrays):
         store = create(path, columns(spec), ring.capacity, num_places, self.prealloc)
         return StoreRows(store, spec, is_chronological or self.path is None)
 
-    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
-        """Returns the number of bytes of all full files, of row numbers and of the version."""
+    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> dict[str, int]:
+        """Returns the bytes of all full files, with row numbers, and of the version."""
         # 8 bytes for the number of the row at each place (`rows/.numbers`).
         width = 8 + sum(column.width for column in columns(spec))
-        return width * self._num_places(ring, spec, is_chronological) + pytree.nbytes(
-            host_rows.VERSION
-        )
+        size = width * self._num_places(ring, spec, is_chronological)
+        return {"files": size, "device": pytree.nbytes(host_rows.VERSION)}
 
     def _num_places(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
         """Returns P, the number of rows in the files when they are full."""

@@ -187,9 +187,12 @@ class HostStorage(Storage):
         """Returns the names of the leaves; None if items can only be read with all their leaves."""
         return None
 
-    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
-        """Returns the number of bytes that `make` allocates, without those of the device part."""
-        return 0
+    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> dict[str, int]:
+        """Returns the bytes that `make` allocates, by "device", "host" and "files".
+
+        Without those of the device part; by default none.
+        """
+        return {}
 
     def drawing(self, state: PartState) -> AbstractContextManager[None]:
         """Returns a context for reads, inside which no slot is overwritten."""

@@ -77,6 +77,15 @@ class Unit(abc.ABC):
         return ()
 
     @property
+    def anchor_requirement(self) -> str:
+        """What an anchor needs beside one stored item and the cure, in sentences; "" if nothing.
+
+        Errors of draws that find no anchor quote it: "An anchor needs 8 rows of one episode. ...".
+        By default "", which is right if every stored row is an anchor.
+        """
+        return ""
+
+    @property
     def requires_contiguous_history(self) -> bool:
         """True if the unit reads rows before an anchor, or complete episodes.
 

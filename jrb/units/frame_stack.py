@@ -62,6 +62,10 @@ class FrameStack(WrappingUnit):
     `[B, L, k, ...]`, bit for bit as if the environment stacked them. A stack never crosses the
     beginning of an episode. A row whose stack is partly lost is no anchor, and masked in burn-in.
 
+    So near the oldest row of a full ring, a stack still has its own k frames: only in front of the
+    true first row of an episode it is filled up. If the oldest episode has lost its first row, its
+    k - 1 oldest rows are not drawn, but their frames are in the stacks of the next rows.
+
     Attributes:
         k: the number of frames in a stack.
         paths: the leaves to stack; None for all leaves of the observation and the next one.
@@ -98,6 +102,15 @@ class FrameStack(WrappingUnit):
     def lookback(self) -> int:
         """The k - 1 frames before a row, and the lookback of the inner unit."""
         return self.k - 1 + self.unit.lookback
+
+    @property
+    def anchor_requirement(self) -> str:
+        """What an anchor of the inner unit needs, and the frames of its stack."""
+        stack = (
+            f"Of the {self.k - 1} rows before an anchor, those of its episode must be stored. "
+            "Write more rows, or make the capacity larger."
+        )
+        return f"{self.unit.anchor_requirement} {stack if self.k > 1 else ''}".strip()
 
     @property
     def requires_contiguous_history(self) -> bool:

@@ -54,7 +54,9 @@ class Hindsight(WrappingUnit):
             the reward, or a pytree of rewards as in the items; must work under `vmap`.
         strategy: the choice of row g. "future": any row of the episode from the transition on, or
             from the last row of the return or window. "final": the episode's last row that is
-            held. "episode": any row of it that is held. "random": any row of the buffer.
+            held. "episode": any row of it that is held. "random": any row of the buffer. In a full
+            ring, the oldest episode consists of its rows that are held, from the oldest on; inside
+            a `FrameStack`, rows whose own stack is lost may still be chosen for goals.
         ratio: the fraction of each batch that is relabeled, from 0 to 1: ratio * B items at random
             positions, rounded up or down at random so that the fraction is right on average. With
             several shards, B is the part that each draws. Masked items are not relabeled.

@@ -115,6 +115,12 @@ class NStep(Unit):
         """0: rows are read from the anchor on."""
         return 0
 
+    @property
+    def anchor_requirement(self) -> str:
+        """If strict, n rows of one episode or its end."""
+        rows = f"An anchor needs {self.n} rows of one episode, or its end. "
+        return f"{rows}strict=False draws fewer rows too." if self.strict and self.n > 1 else ""
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Raises unless the ring has n rows and the writer keeps the order of time."""
         checks.window("NStep: n", self.n, ring.rows)

@@ -176,6 +176,17 @@ class Sequence(Unit):
         return self.burn_in
 
     @property
+    def anchor_requirement(self) -> str:
+        """With partial="drop" a complete window; by whole episodes a complete episode."""
+        if self.sample_by == "whole_episodes":
+            need = "An anchor needs an episode that is stored from its first row to its last. "
+            return f"{need}End it by a flag or truncate, and let the capacity hold the longest one."
+        if self._enough == 1:
+            return ""
+        rows = f"{self.length} rows of one {'environment' if self.cross_episodes else 'episode'}"
+        return f"An anchor needs {rows}. Take partial='pad' to draw shorter windows too."
+
+    @property
     def requires_contiguous_history(self) -> bool:
         """True for whole episodes, as a seam between environments would cut them."""
         return self.sample_by == "whole_episodes"

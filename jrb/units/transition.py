@@ -109,6 +109,11 @@ class WrappingUnit(Unit):
         return self.unit.lookback
 
     @property
+    def anchor_requirement(self) -> str:
+        """What an anchor of the inner unit needs."""
+        return self.unit.anchor_requirement
+
+    @property
     def requires_contiguous_history(self) -> bool:
         """The value of the inner unit."""
         return self.unit.requires_contiguous_history

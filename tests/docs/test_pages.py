@@ -35,7 +35,7 @@ FIRST_RESULT = """async frame => {
 SEARCHES = {
     "install": "install.html",
     "Rainbow": "algorithms.html",
-    "PPO": "algorithms.html",
+    "PPO": "guides/ppo.html",
     "Dreamer": "algorithms.html",
     "which buffer": "algorithms.html",
     "Atari": "use/units.html",

@@ -133,7 +133,9 @@ def test_batches_ahead_wait_for_the_first_items(cluster, workers):
         cluster.get(workers[0].work.remote(remote))
         batch = workers[0].following.remote()
         assert not remote.can_sample()
-        with pytest.raises(ValueError, match="expected something to draw"):
+        with pytest.raises(
+            ValueError, match=r"something to draw, got .* size 0 where min_size is 8"
+        ):
             remote.sample()
         remote.extend(rows(0, 0, 4), stream=0)
         assert not remote.can_sample() and not cluster.wait([batch], timeout=0)[0]

@@ -286,6 +286,12 @@ def test_memory_is_known_before(storage, tmp_path):
         if leaf.dtype == KEY.dtype
     )
     assert told == files + arrays + keys
+    assert buffer.nbytes(EXAMPLE, "device") == arrays + keys
+    assert buffer.nbytes(EXAMPLE, "files") == files and buffer.nbytes(EXAMPLE, "host") == 0
+    mix = jrb.Mix((buffer, jrb.ReplayBuffer(4)), (0.5, 0.5))
+    assert mix.nbytes(EXAMPLE, "files") == files < mix.nbytes(EXAMPLE) - arrays
+    with pytest.raises(ValueError, match=r"nbytes: where: expected one of .*'files', got 'disk'"):
+        buffer.nbytes(EXAMPLE, "disk")
 
 
 def plain_items():
