@@ -3,16 +3,13 @@
 import subprocess
 import sys
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 import jrb
 from jrb.remote import serve
-from jrb.remote.ledger import Ledger
 from jrb.remote.streams import pieces
 from tests.remote.rows import EXAMPLE, buffer, rows
 
@@ -100,47 +97,6 @@ def test_a_buffer_that_casts_takes_what_numpy_makes(cluster):
             remote.update_priority(remote.sample(2), jnp.ones(2))
         with pytest.raises(TypeError, match="sampler that takes priorities"):
             remote.extend({"x": np.ones(1), "n": np.ones(1, int)}, stream=1, priorities=[1.0])
-
-
-def test_the_ledger_takes_everything_once_and_tells_what_is_missing():
-    ledger = Ledger(2)
-    calls = [(7, 0, 5), (7, 5, 5), (7, 5, 5), (9, 0, 2), (7, 10, 1), (7, 20, 1), (7, 21, 1)]
-    calls += [(7, 13, 2), (7, 13, 2), (7, 11, 2), (7, 22, 1), (7, 19, 2)]
-    seen = [ledger.note(1, *call) for call in calls]
-    assert [(one.again, one.goes_on, one.missing) for one in seen] == [
-        (False, False, 0),  # a sender that is new
-        (False, True, 0),
-        (True, False, 0),  # made again
-        (False, False, 0),  # another sender
-        (False, False, 0),  # the first one again
-        (False, False, 9),  # nine are missing
-        (False, True, 0),
-        (False, False, -2),  # two of them come late
-        (True, False, 0),
-        (False, False, -2),
-        (False, False, 0),
-        (True, False, 0),  # one was here
-    ]
-    again = Ledger.loaded(ledger.saved())
-    assert again.note(1, 7, 15, 5).missing == -5 and again.note(1, 7, 23, 1).missing == 0
-    assert again.note(0, 7, 23, 1).missing == 23
-    again.note_failure(1, 23, 1)
-    assert again.note(1, 7, 23, 1).missing == -1
-
-
-@hypothesis.given(st.data())
-def test_calls_in_any_order_come_once(data):
-    """Calls that begin anew and again, as a model of sets of numbers has it."""
-    ledger, here, last = Ledger(1), set(), None
-    for first in data.draw(st.lists(st.integers(0, 12), max_size=30)):
-        call = set(range(first * 3, first * 3 + 3))
-        before = max(here, default=-1) + 1
-        arrival = ledger.note(0, 5, first * 3, 3)
-        assert arrival.again == call.issubset(here)
-        if not arrival.again:
-            assert arrival.goes_on == (last == first * 3)
-            assert arrival.missing == (-3 if first * 3 < before else first * 3 - before)
-            here, last = here | call, first * 3 + 3
 
 
 def test_few_lengths_are_compiled():
