@@ -1,5 +1,6 @@
 """Epochs and prefetching: exactly the expected draws, neither more nor fewer."""
 
+import contextlib
 import gc
 import itertools
 import subprocess
@@ -332,3 +333,14 @@ def test_so_many_batches_for_a_loop():
     assert taken == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ValueError, match="max_iter: expected at least 1"):
         jrb.steps(buffer, state, max_iter=0)
+
+
+def test_a_prefetch_that_is_dropped_takes_nothing_out_of_a_queue():
+    buffer = jrb.ReplayBuffer(32, batch_size=3, sampler=jrb.Queue())
+    state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(20)})
+    with contextlib.suppress(ArithmeticError):
+        for batch in jrb.prefetch(buffer, state, jax.random.key(0), depth=4):
+            assert batch.data["x"].tolist() == [0, 1, 2]
+            raise ArithmeticError("in the learner's loop")
+    rest = buffer.draw(state, jax.random.key(0), 32)[1]
+    assert rest.data["x"][rest.mask].tolist() == list(range(20))

@@ -8,7 +8,7 @@ No sender is forgotten, as Ray may repeat its calls at any time: each sender of 
 250 bytes, and 32 in a save. Each gap that lost calls left takes 150 bytes more, and 32 in a save.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,6 @@ class Arrival(NamedTuple):
 
 class Ledger:
     """The numbers of the timesteps that arrived, by stream and sender. L streams."""
-
-    _COUNTS = ("received", "lost", "drawn", "held")
 
     def __init__(self, lanes: int) -> None:
         # By stream and sender, the ranges of numbers that did not arrive, as their first number and
@@ -62,28 +60,24 @@ class Ledger:
 
     def saved(self) -> dict[str, np.ndarray]:
         """Returns the arrays to save with the buffer."""
-        missing = [(*key, *range_) for key, ranges in self.missing.items() for range_ in ranges]
+        missing = [(*key, *bounds) for key, ranges in self.missing.items() for bounds in ranges]
         return {
             "missing": np.array(missing, np.int64).reshape(-1, 4),
             "last": np.array(self.last, np.int64),
-            "counts": np.array([getattr(self, name) for name in self._COUNTS], np.int64),
+            "counts": np.array([self.received, self.lost, self.drawn, self.held], np.int64),
         }
 
     @classmethod
     def loaded(cls, path: str, generation: int) -> "Ledger":
         """Returns the ledger that was saved with a generation of a checkpoint."""
-        # Not by `checkpoint.load`, which needs an example that has the number of senders.
+        # `checkpoint.load` would need an example of the arrays, with the number of senders.
         saved = manifest.open_generation(path, generation)
-        missing, last = (
-            saved.array(EXTRA + name, np.int64).reshape(-1, width).tolist()
-            for name, width in (("missing", 4), ("last", 2))
+        missing, last, counts = (
+            saved.array(EXTRA + name, np.int64) for name in ("missing", "last", "counts")
         )
-        ledger = cls(len(last))
-        ledger.last = [(sender, number) for sender, number in last]
-        for lane, sender, start, stop in missing:
-            ledger.missing.setdefault((lane, sender), []).append((start, stop))
-        for name, count in zip(
-            cls._COUNTS, saved.array(EXTRA + "counts", np.int64).tolist(), strict=True
-        ):
-            setattr(ledger, name, count)
+        ledger = cls(0)
+        ledger.last = [(sender, number) for sender, number in last.reshape(-1, 2).tolist()]
+        for lane, sender, *bounds in missing.reshape(-1, 4).tolist():
+            ledger.missing.setdefault((lane, sender), []).append((bounds[0], bounds[1]))
+        ledger.received, ledger.lost, ledger.drawn, ledger.held = counts.tolist()
         return ledger

@@ -109,6 +109,11 @@ class WrappingUnit(Unit):
         return self.unit.lookback
 
     @property
+    def anchor_rows(self) -> int:
+        """The value of the inner unit."""
+        return self.unit.anchor_rows
+
+    @property
     def requires_contiguous_history(self) -> bool:
         """The value of the inner unit."""
         return self.unit.requires_contiguous_history
