@@ -190,7 +190,7 @@ class Prefetch:
         return self._queue.take()
 
     def close(self) -> None:
-        """Ends the thread; batches that were drawn ahead are lost."""
+        """Ends the thread and drops the batches that were drawn ahead; see `prefetch`."""
         self._queue.close()
         self._thread.wait()
 
@@ -329,6 +329,10 @@ def prefetch(
     when it is returned. At most `depth` batches are drawn and not yet taken. Batch n is drawn after
     batch n - depth was taken, so it sees all changes of the state before that: new priorities
     arrive at most `depth` batches late.
+
+    If the iterator is closed or dropped, so are batches drawn ahead. The state that was given is
+    not changed, so no item of a queue is lost. But of an iterable that takes items out of a queue,
+    `depth` batches are lost: keep the iterator, or take from the queue directly.
 
     Args:
         buffer: a `ReplayBuffer` or a `Mix`, with a batch size; or an iterable of batches, such as

@@ -409,3 +409,14 @@ def test_iterators_inside_jit_say_so():
         ):
             with pytest.raises(TypeError, match=message):
                 inside()
+
+
+def test_a_prefetch_that_is_dropped_takes_nothing_out_of_a_queue():
+    buffer = jrb.ReplayBuffer(32, batch_size=3, sampler=jrb.Queue())
+    state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(20)})
+    with contextlib.suppress(ArithmeticError):
+        for batch in jrb.prefetch(buffer, state, jax.random.key(0), depth=4):
+            assert batch.data["x"].tolist() == [0, 1, 2]
+            raise ArithmeticError("in the learner's loop")
+    rest = buffer.draw(state, jax.random.key(0), 32)[1]
+    assert rest.data["x"][rest.mask].tolist() == list(range(20))

@@ -1,6 +1,5 @@
 """Names in docstrings: links where they are documented, plain code where they are not."""
 
-import importlib
 import re
 from typing import Any
 
@@ -9,22 +8,7 @@ from sphinx.addnodes import pending_xref
 from sphinx.domains.python import PyObject, PyXRefRole
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
-ROOMS = (
-    "jrb",
-    "jrb.checkpoint",
-    "jrb.interop",
-    "jrb.datasets",
-    "jrb.layouts",
-    "jrb.limits",
-    "jrb.plot",
-    "jrb.sum_tree",
-    "jrb.ring",
-    "jrb.storages",
-    "jrb.testing",
-    "jrb.transforms",
-    "jrb.types",
-)
-"""Where public names are imported from; the first that has a name is where it is documented."""
+from generate.public import public_objects
 
 
 class Named(PyXRefRole):
@@ -48,15 +32,12 @@ INSTEAD = {
 
 
 def public_names() -> dict[str, str]:
-    """From where each object is defined to where it is imported from."""
-    found = dict(INSTEAD)
-    for room in ROOMS:
-        module = importlib.import_module(room)
-        for name in getattr(module, "__all__", ()):
-            value = getattr(module, name)
-            if hasattr(value, "__qualname__"):
-                found.setdefault(f"{value.__module__}.{value.__qualname__}", f"{room}.{name}")
-    return found
+    """Returns, by where each object is defined, the name by which it is documented."""
+    names = dict(INSTEAD)
+    for name, value in public_objects():
+        if hasattr(value, "__qualname__"):
+            names.setdefault(f"{value.__module__}.{value.__qualname__}", name)
+    return names
 
 
 def resolve(app: Any, env: Any, node: Any, content: nodes.Node) -> nodes.Node | None:

@@ -348,8 +348,8 @@ def explain_no_draw(buffer: Buffer, size: int, num_anchors: int, is_masked: bool
     elif size and not num_anchors:
         why, cure = f"in which {unit} has no anchor", need or cure
     elif num_anchors and isinstance(buffer.sampler, PrioritizedSampler):
-        why += ": no priority has mass"
-        cure = "Give priorities above 0, add items, or drop fewer of them."
+        why = f"in which {type(buffer.sampler).__name__} finds no mass"
+        why, cure = f"{why}: give priorities above 0, add items, or drop fewer of them", ""
     return f"expected something to draw, got a buffer of size {size} {why}. {cure}".rstrip()
 
 

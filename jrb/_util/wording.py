@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, NoReturn
 
-_MAKE = "jrb.ReplayBuffer(capacity, num_envs=, batch_size=, sampler=, unit=)"
+_MAKE = "jrb.ReplayBuffer(capacity, num_envs=..., batch_size=..., sampler=..., unit=...)"
 
 _GROUPS = {  # flashbax, TorchRL, Stable-Baselines3, cpprb
     "capacity, the transitions over all environments": (

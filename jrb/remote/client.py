@@ -15,7 +15,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.limits import SampleToInsert
 from jrb.remote import setup as setups
 from jrb.remote.draws import Ahead, Drawing, ready
-from jrb.remote.gate import Permits, RemoteGate, granted, ray
+from jrb.remote.gate import LongWait, Permits, RemoteGate, granted, ray
 from jrb.remote.server import Server
 from jrb.remote.setup import Setup
 from jrb.state import Device, Sample, check_origin
@@ -57,7 +57,8 @@ def serve(
             A storage in files keeps its files there, so that a save writes only the changes. None
             for the path of the storage; if that is None too, nothing is saved.
         limits: bounds on the ratio of samples to inserts over all shards: `extend` and `sample`
-            wait while they would exceed them. An item is one insert, a batch is B samples.
+            wait while they would exceed them, and log to `jrb.remote` what they wait for after 10
+            seconds. An item is one insert, a batch is B samples.
         shards: the number of servers. Stream s belongs to shard s % shards.
         seed: the random seed of all draws; see `Server`.
         save_every: the number of items after which each server saves; None for `Remote.save` only.
@@ -72,7 +73,8 @@ def serve(
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
-        TypeError, ValueError: a part of the buffer cannot be served; the message says what to do.
+        TypeError, ValueError: a part of the buffer cannot be served, or limits would make actors
+            and learners wait for each other; the message says what to do.
     """
     library = ray()
     if limits is not None and not isinstance(limits, SampleToInsert):
@@ -91,11 +93,12 @@ def serve(
         gate=None if limits is None else f"jrb-gate-{secrets.token_hex(8)}",
     )
     setups.check(setup)
+    needs = setups.check_limits(setup, limits)
     lasting = {"max_restarts": -1, "max_task_retries": -1}
     gate = None
     if limits is not None:
         options = {"name": setup.gate, "num_cpus": 0, "max_concurrency": _MANY, **lasting}
-        gate = library.remote(**options)(RemoteGate).remote(limits)
+        gate = library.remote(**options)(RemoteGate).remote(limits, needs)
     server = library.remote(**(lasting | ray_options))(Server)
     servers = [server.remote(setup, shard) for shard in range(setup.shards)]
     library.get([one.ready.remote() for one in servers])
@@ -125,7 +128,7 @@ class Flight:
         with self._turn:
             while len(self._calls) >= (1 if all_of_them else self._most):
                 try:
-                    ray().get(self._calls[0])
+                    LongWait(lambda: "a server has not finished earlier calls.").get(self._calls[0])
                 except Exception:  # an interrupt leaves the call in the queue, with its error
                     self._calls.popleft()
                     raise
@@ -257,7 +260,8 @@ class Remote:
             device: the JAX device of the batches; None for the default device.
 
         Returns:
-            An endless iterator over batches. It waits while the buffer has no valid start.
+            An endless iterator over batches. It waits while the buffer has no valid start. `close`
+            it to get what was drawn: a queue does not give the items of these batches again.
         """
         checks.count("depth", depth)
         before = functools.partial(self._send_updates, all_of_them=False)

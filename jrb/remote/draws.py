@@ -1,8 +1,6 @@
 """Draws batches from one or several servers, in proportion to mass. S shards, B batch."""
 
 import collections
-import itertools
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +11,7 @@ import numpy as np
 from jrb._core.eager import explain_no_draw
 from jrb.authoring import context_of
 from jrb.buffer import ReplayBuffer
-from jrb.remote.gate import Permits, granted, ray
+from jrb.remote.gate import LongWait, Permits, granted, log, ray
 from jrb.remote.setup import Setup
 from jrb.state import BufferState, Device, Sample
 from jrb.types import ShardedSampler
@@ -115,6 +113,7 @@ class Drawing:
     def __init__(self, setup: Setup, servers: list[Any], permits: Permits | None) -> None:
         self._setup, self._servers = setup, servers
         self.permits: Permits | None = permits
+        self.consumes: bool = setup.buffer.sampler.consumes
         self._number: int = 0
 
     def ask(
@@ -138,26 +137,25 @@ class Drawing:
             for place, beta in enumerate(betas)
         ]
 
-    def num_ready(self, draws: list[RemoteDraw]) -> int:
-        """Returns how many draws, from the first on, have all parts ready."""
-        parts = [part for draw in draws for part in draw.parts]
-        if not parts:
-            return 0
-        ready = set(ray().wait(parts, num_returns=len(parts), timeout=0)[0])
-        waits = (place for place, draw in enumerate(draws) if not ready.issuperset(draw.parts))
-        return next(waits, len(draws))
-
     def draw(
         self, batch_size: int, beta: float | None, device: Device, patient: bool
     ) -> Sample | None:
         """Returns a batch, or None if there is no valid start; if `patient`, waits for one."""
+        wait = LongWait(self.explain)
         while True:
             with granted(self.permits, "sample", batch_size) as ticket:
                 draw = self.ask(batch_size, [beta], ticket)[0]
             sample = self.take(draw, device)
             if sample is not None or not patient:
                 return sample
-            time.sleep(PAUSE)
+            wait.pause(PAUSE)
+
+    def explain(self) -> str:
+        """Returns why nothing can be drawn, and what to do."""
+        each = ray().get([server.facts.remote() for server in self._servers])
+        size, anchors = sum(one.size for one in each), sum(one.anchors for one in each)
+        needs = f"min_size={self._setup.buffer.min_size}, {self._setup.buffer.unit!r}"
+        return f"nothing to draw, with {size} items and {anchors} valid starts: {needs}. Add items."
 
     def describe(self) -> str:
         """Returns why nothing can be drawn, and the cure."""
@@ -204,7 +202,7 @@ class Ahead:
         self._batch_size, self._depth, self._beta = batch_size, depth, beta
         self._group: int = max(1, depth // 2)  # batches per call, as each call has a fixed cost
         self._asked: int = 0
-        self._request: tuple[int, Any] | None = None  # a permit for the next group
+        self._is_closed: bool = False
         self._line: collections.deque[RemoteDraw | Sample] = collections.deque()
 
     def __iter__(self) -> "Ahead":
@@ -212,21 +210,25 @@ class Ahead:
 
     def __next__(self) -> Sample:
         """Returns the next batch; waits until the buffer has a valid start."""
-        sample = None
+        sample, wait = None, LongWait(self._drawing.explain)
         while sample is None:
-            self._fill(patient=True)
+            if not self._line:
+                self._fill(patient=True)
+            if not self._line:
+                raise StopIteration
             first = self._line[0]  # removed only after the wait, which may be interrupted
             is_draw = isinstance(first, RemoteDraw)
             sample = self._drawing.take(first, self._device) if is_draw else first
             self._line.popleft()
             if sample is None:
-                time.sleep(PAUSE)
+                wait.pause(PAUSE)
         try:
             self._fill(patient=False)
-            draws = {n: one for n, one in enumerate(self._line) if isinstance(one, RemoteDraw)}
-            count = self._drawing.num_ready(list(draws.values()))
-            for place, draw in itertools.islice(draws.items(), count):
-                batch = self._drawing.take(draw, self._device)
+            draws = ((n, one) for n, one in enumerate(self._line) if isinstance(one, RemoteDraw))
+            for place, draw in list(draws):
+                ready, _ = ray().wait(draw.parts, num_returns=len(draw.parts), timeout=0)
+                is_ready = len(ready) == len(draw.parts)
+                batch = self._drawing.take(draw, self._device) if is_ready else None
                 if batch is None:
                     break
                 self._line[place] = batch
@@ -235,34 +237,27 @@ class Ahead:
             raise
         return sample
 
+    def close(self) -> None:
+        """Ends the requests. `next` still returns the batches that were drawn, then ends."""
+        self._is_closed = True
+
     def _fill(self, patient: bool) -> None:
-        """Requests more batches up to the depth, if the limits allow it."""
+        """Requests batches up to the depth, if limits allow it; if `patient`, waits for the first.
+
+        It keeps no permit for later, which would hold back all others until `next` is called.
+        """
         self._before()
-        while len(self._line) + self._group <= self._depth and self._is_allowed(patient):
+        size = self._batch_size * self._group
+        while len(self._line) + self._group <= self._depth and not self._is_closed:
             numbers = range(self._asked, self._asked + self._group)
             betas = [self._beta(n) if callable(self._beta) else self._beta for n in numbers]
-            request, self._request = self._request, None
-            ticket = None if request is None else request[0]
-            self._line.extend(self._drawing.ask(self._batch_size, betas, ticket))
-            self._asked += self._group
-
-    def _is_allowed(self, patient: bool) -> bool:
-        """Returns True if limits allow a group; if `patient`, waits for this or the first batch."""
-        permits = self._drawing.permits
-        if permits is None:
-            return True
-        if self._request is None:
-            self._request = permits.request("sample", self._batch_size * self._group)
-        reply = self._request[1]
-        first: Any = self._line[0] if self._line else None
-        others = first.parts[:1] if isinstance(first, RemoteDraw) else []
-        wait = patient and not isinstance(first, Sample)
-        ready, _ = ray().wait([reply, *others], timeout=None if wait else 0)
-        if reply not in ready:
-            return False
-        ray().get(reply)  # raises the gate's error, if any
-        return True
+            waits = patient and not self._line
+            with granted(self._drawing.permits, "sample", size, patient=waits) as ticket:
+                if ticket == 0:
+                    return
+                self._line.extend(self._drawing.ask(self._batch_size, betas, ticket))
+                self._asked += self._group
 
     def __del__(self) -> None:
-        if self._request is not None and self._drawing.permits is not None:
-            self._drawing.permits.cancel(self._request[0])
+        if self._line and self._drawing.consumes:
+            log.warning("ahead: %d batches are lost: see Ahead.close.", len(self._line))

@@ -7,20 +7,68 @@ caller that dies cannot count for the other side. `tests/remote/test_gate.py` gu
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
+import logging
 import secrets
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jrb.authoring import require
 from jrb.limits import SampleToInsert
 
+PATIENCE = 10.0  # the seconds after which it is logged what a call waits for
+
+log = logging.getLogger("jrb.remote")
+
 
 def ray() -> Any:
     """Imports and returns Ray."""
     return require("ray", "ray")
+
+
+class LongWait:
+    """Logs what a call waits for: after 10 seconds, then whenever that time has doubled."""
+
+    def __init__(self, reason: Callable[[], str]) -> None:
+        self._reason, self._start, self._limit = reason, time.monotonic(), PATIENCE
+
+    def pause(self, seconds: float) -> None:
+        """Sleeps, and logs the reason if it is time to."""
+        time.sleep(seconds)
+        waited = time.monotonic() - self._start
+        if waited >= self._limit:
+            self._limit = 2 * waited
+            log.warning("After %.0f seconds: %s", waited, self._reason())
+
+    def get(self, call: Any) -> Any:
+        """Waits for a call of Ray, and returns its result."""
+        while not ray().wait([call], timeout=1)[0]:
+            self.pause(0)
+        return ray().get(call)
+
+
+def check_sizes(limits: SampleToInsert, needs: tuple[int, str], insert: int, sample: int) -> None:
+    """Raises ValueError if inserts and samples of these sizes could wait for each other for ever.
+
+    `needs` is the number of items that are needed before anything can be drawn, and for what.
+    """
+    # Both sides wait for each other if a chunk and a batch together exceed the two bounds. The
+    # chunk that reaches `needs` may overshoot it by all but one of its items.
+    both = limits.balance(limits.min_size + insert, -sample) / 2
+    needed = float(max(both, limits.balance(needs[0] + insert - 1, 0)))
+    if needed > limits.tolerance:
+        most = limits.min_size + int(limits.tolerance / limits.ratio)
+        raise ValueError(
+            f"limits: expected a tolerance of at least {needed:g} where {insert} items are added "
+            f"and {sample} samples taken at once, and {needs[1]} needs {needs[0]} items before the "
+            f"first sample, got {limits.tolerance:g}, with which at most {most} are added before "
+            "it: both sides would wait for each other. Make the tolerance or the min_size of the "
+            "limits larger, or the chunks or batches smaller."
+        )
 
 
 @dataclasses.dataclass
@@ -40,8 +88,8 @@ class RemoteGate:
     A restart loses only permits, because the gate asks the servers for their totals.
     """
 
-    def __init__(self, limits: SampleToInsert) -> None:
-        self._limits = limits
+    def __init__(self, limits: SampleToInsert, needs: tuple[int, str]) -> None:
+        self._limits, self._needs = limits, needs
         self._totals: dict[int, tuple[int, int]] = {}  # the inserts and samples of each shard
         self._permits: dict[int, Permit] = {}  # by ticket, the number of a permit
         self._largest: dict[str, int] = {"insert": 0, "sample": 0}  # the largest requests so far
@@ -94,31 +142,27 @@ class RemoteGate:
             await self.leave(caller)
 
     async def wait(
-        self, side: str, count: int, ticket: int, shards: list[int], caller: int
-    ) -> None:
+        self, side: str, count: int, ticket: int, shards: list[int], caller: int, patient: bool
+    ) -> bool:
         """Waits until these shards may add `count` items, or give `count` samples.
 
+        Returns True; if not `patient`, at once, and False if there is no permit now.
         Raises `ValueError` if the count, with the requests of others, might have to wait for ever.
         """
         largest = self._largest | {side: max(count, self._largest[side])}
-        ratio, tolerance = self._limits.ratio, self._limits.tolerance
-        # Both sides wait for each other if a chunk and a batch together exceed the two bounds. The
-        # chunk that reaches min_size may overshoot it by all but one of its items.
-        needed = (largest["insert"] * ratio + largest["sample"]) / 2
-        needed = max(needed, (largest["insert"] - 1) * ratio)
-        if needed > tolerance:
-            raise ValueError(
-                f"limits: expected a tolerance of at least {needed:g} where {largest['insert']} "
-                f"items are added and {largest['sample']} samples taken at once, got "
-                f"{tolerance:g}: both sides would wait for each other. Make the tolerance larger, "
-                "or the chunks or batches smaller."
-            )
+        check_sizes(self._limits, self._needs, largest["insert"], largest["sample"])
         self._largest = largest
         permit = self._permits[ticket] = Permit(side, count, caller, set(shards))
         await self._opened.wait()
         async with self._changed:
-            await self._changed.wait_for(lambda: ticket not in self._permits or self._may(permit))
-            permit.granted = True
+            if patient:
+                await self._changed.wait_for(
+                    lambda: ticket not in self._permits or self._may(permit)
+                )
+            permit.granted = self._may(permit)
+            if not permit.granted:
+                self._permits.pop(ticket, None)
+            return permit.granted
 
     def _may(self, permit: Permit) -> bool:
         """Returns True if a permit keeps the limits, whether or not other permits are used."""
@@ -131,6 +175,15 @@ class RemoteGate:
             return self._limits.balance(items + permit.count, samples) <= self._limits.tolerance
         balance = self._limits.balance(items, samples + permit.count)
         return items >= self._limits.min_size and balance >= -self._limits.tolerance
+
+    async def describe(self) -> str:
+        """Returns the numbers that decide on permits."""
+        items, samples = (sum(one[side] for one in self._totals.values()) for side in (0, 1))
+        waiting = collections.Counter(one.side for one in self._permits.values() if not one.granted)
+        return (
+            f"{items} items were added and {samples} samples taken under {self._limits!r}; "
+            f"{waiting['insert']} calls wait to add and {waiting['sample']} to sample."
+        )
 
     async def cancel(self, ticket: int) -> None:
         """Removes a permit that its caller does not use."""
@@ -176,46 +229,38 @@ class Permits:
     """
 
     def __init__(self, gate: Any, servers: list[Any]) -> None:
-        self._gate = gate
-        self._caller: int = secrets.randbits(63)
-        self._shards: list[int] = list(range(len(servers)))
-        stay = gate.stay.remote(self._caller, servers)
-        self._calls: tuple[Any, Any] = stay, gate.watch.remote(self._caller, [stay])
-        weakref.finalize(self, self._leave, gate, self._caller).atexit = False
+        self.gate: Any = gate
+        self.caller: int = secrets.randbits(63)
+        self.shards: list[int] = list(range(len(servers)))
+        stay = gate.stay.remote(self.caller, servers)
+        self._calls: tuple[Any, Any] = stay, gate.watch.remote(self.caller, [stay])
+        weakref.finalize(self, self._leave, gate, self.caller).atexit = False
 
     @staticmethod
     def _leave(gate: Any, caller: int) -> Any:
         return gate.leave.remote(caller) if ray().is_initialized() else None
 
-    def request(self, side: str, count: int, shard: int | None = None) -> tuple[int, Any]:
-        """Requests a permit for inserts in one shard, or for samples of all shards (None).
-
-        Returns the permit's number, and a Ray reference that is ready when it is granted.
-        """
-        ticket, shards = secrets.randbits(63), self._shards if shard is None else [shard]
-        return ticket, self._gate.wait.remote(side, count, ticket, shards, self._caller)
-
-    def cancel(self, ticket: int) -> None:
-        """Gives back an unused permit."""
-        if ray().is_initialized():
-            self._gate.cancel.remote(ticket)
-
 
 @contextlib.contextmanager
 def granted(
-    permits: Permits | None, side: str, count: int, shard: int | None = None
+    permits: Permits | None, side: str, count: int, shard: int | None = None, patient: bool = True
 ) -> Iterator[int | None]:
-    """Waits for a permit and yields its number; None if there is no gate, or `count` is 0.
+    """Waits for a permit for inserts in one shard, or for samples of all (None), and yields it.
 
-    The permit is given back if the block raises.
+    Yields the permit's number; None without a gate, or if `count` is 0. If not `patient`, yields 0
+    instead of waiting. The permit is given back if the block raises.
     """
     if permits is None or not count:
         yield None
         return
-    ticket, reply = permits.request(side, count, shard)
+    gate, ticket = permits.gate, secrets.randbits(63)
+    shards = permits.shards if shard is None else [shard]
+    numbers = lambda: ray().get(gate.describe.remote())
+    wait = LongWait(lambda: f"the limits hold back {side} of {count}: {numbers()}")
+    reply = gate.wait.remote(side, count, ticket, shards, permits.caller, patient)
     try:
-        ray().get(reply)
-        yield ticket
+        yield ticket if wait.get(reply) else 0
     except BaseException:
-        permits.cancel(ticket)
+        if ray().is_initialized():
+            gate.cancel.remote(ticket)
         raise

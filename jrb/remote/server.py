@@ -84,8 +84,9 @@ class Server:
             return state
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", LostWarning)  # `stats` reports lost items
-            _, state, saved = checkpoint.load(path, buffer, extra=ledger.saved(), verify=False)
-        self._generation, self._ledger = generations[-1], Ledger.loaded(saved)
+            _, state = checkpoint.load(path, buffer, verify=False)
+        self._generation = generations[-1]
+        self._ledger = Ledger.loaded(path, self._generation)
         self._ledger.lost += self._ledger.held - int(buffer.size(state))
         return state
 
@@ -127,7 +128,7 @@ class Server:
                 try:
                     self._write(lane, arrival.goes_on, leaves, mask, priorities)
                 except BaseException:
-                    self._ledger.note_failure(lane, first, length)
+                    self._ledger.note_failure(lane, sender, first, length)
                     self._ledger.lost += items
                     raise
                 self._ledger.received += items

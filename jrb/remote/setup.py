@@ -20,7 +20,9 @@ from jrb.authoring import (
     spec_of,
 )
 from jrb.buffer import ReplayBuffer
-from jrb.samplers import Prioritized, Uniform
+from jrb.limits import SampleToInsert
+from jrb.remote import gate
+from jrb.samplers import Lifo, Prioritized, Queue, Uniform, WithoutReplacement
 from jrb.state import origin_of
 from jrb.storages import MemmapStorage, SpillStorage
 from jrb.types import Item, PrioritizedSampler
@@ -125,6 +127,29 @@ def check(setup: Setup) -> None:
             raise ValueError("save_every: expected a path to save to, got None. Give path=.")
     for shard in range(shards):
         setup.served(shard)
+
+
+def check_limits(setup: Setup, limits: SampleToInsert | None) -> tuple[int, str]:
+    """Returns how many items are needed before the first draw, and for what; raises if never."""
+    buffer, width = setup.buffer, setup.streams * (setup.buffer.num_envs or 1)
+    sampler, batch_size, rows = buffer.sampler, buffer.batch_size or 1, buffer.unit.anchor_rows
+    starts = batch_size if isinstance(sampler, WithoutReplacement) and sampler.drop_last else 1
+    # Every environment of every stream may have one row less than its first anchor needs.
+    of_unit = width * (rows - 1) + starts, f"{starts} of {buffer.unit!r} in {width} environments"
+    needs = max(of_unit, (buffer.min_size or 1, "min_size of the buffer"))
+    if needs[0] > buffer.capacity:
+        raise ValueError(
+            f"capacity: expected {needs[0]} or more items for {needs[1]}, got {buffer.capacity}."
+        )
+    if limits is not None:
+        needs = max(needs, (limits.min_size, "min_size of the limits"))
+        gate.check_sizes(limits, needs, buffer.num_envs or 1, batch_size)
+        if isinstance(sampler, Queue | Lifo) and limits.ratio > 1:
+            raise ValueError(
+                f"limits: expected a ratio of at most 1 with {sampler!r}, which draws each item "
+                f"once, got {limits.ratio:g}: both sides would wait for each other."
+            )
+    return needs
 
 
 def spec_of_example(buffer: ReplayBuffer, example: Item) -> Item:

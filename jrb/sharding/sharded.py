@@ -78,7 +78,7 @@ class Sharded:
     N capacity, E environments, B batch, S shards, D devices.
 
     Items are on the devices. Storages on the host (`jrb.MemmapStorage`, `jrb.SpillStorage`) are
-    refused: `jrb.remote(buffer, shards=k)` keeps such a buffer in several processes.
+    refused: `jrb.remote.serve(buffer, example, streams=k, shards=k)` serves such a buffer.
 
     Attributes:
         buffer: the description of the whole buffer.
@@ -135,8 +135,8 @@ class Sharded:
             )
         if on_host(self.part):  # to make the part raises for what cannot be cut
             raise ValueError(
-                f"storage: expected jrb.DeviceStorage(), got {self.buffer.storage!r}. Items on the "
-                "host are for jrb.remote(buffer, shards=k), or for one buffer per process."
+                f"storage: expected jrb.DeviceStorage(), got {self.buffer.storage!r}. Use one "
+                "buffer per process, or jrb.remote.serve(buffer, example, streams=k, shards=k)."
             )
         if self.mesh is not None:
             self.layout.devices()

@@ -64,6 +64,11 @@ class Unit(abc.ABC):
         """
 
     @property
+    def anchor_rows(self) -> int:
+        """The rows of a long episode with which it has its first anchor; 1 by default."""
+        return 1
+
+    @property
     def row_steps(self) -> np.ndarray | None:
         """The rows from the anchor to each row of its window, int `[L]`; None without windows.
 

@@ -111,6 +111,11 @@ class NStep(Unit):
         return self.strict
 
     @property
+    def anchor_rows(self) -> int:
+        """If strict, n, as the episode may not end before; else 1."""
+        return self.n if self.strict else 1
+
+    @property
     def lookback(self) -> int:
         """0: rows are read from the anchor on."""
         return 0

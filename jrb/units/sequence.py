@@ -171,6 +171,11 @@ class Sequence(Unit):
         return self.partial == "drop" or self.sample_by != "windows"
 
     @property
+    def anchor_rows(self) -> int:
+        """L, or 1 if windows are padded."""
+        return self._enough
+
+    @property
     def lookback(self) -> int:
         """The number of rows of burn-in."""
         return self.burn_in

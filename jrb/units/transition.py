@@ -114,6 +114,11 @@ class WrappingUnit(Unit):
         return self.unit.anchor_requirement
 
     @property
+    def anchor_rows(self) -> int:
+        """The value of the inner unit."""
+        return self.unit.anchor_rows
+
+    @property
     def requires_contiguous_history(self) -> bool:
         """The value of the inner unit."""
         return self.unit.requires_contiguous_history

@@ -48,7 +48,8 @@ class World:
 
     def restart(self):
         """Another gate, to which Ray makes all calls again that are not answered."""
-        self.gate, tasks, self.asked = RemoteGate(self.limits), self.asked, {}
+        needs = self.limits.min_size, "the min_size of the limits"
+        self.gate, tasks, self.asked = RemoteGate(self.limits, needs), self.asked, {}
         for caller in self.lives:
             self.enter(caller)
         for ticket, (task, given) in tasks.items():
@@ -63,8 +64,8 @@ class World:
         self.start(self.gate.stay(caller, self.servers))
         self.start(self.gate.watch(caller, [self.lives[caller]]))
 
-    def ask(self, ticket, side, count, shards, caller):
-        call = self.gate.wait(side, count, ticket, shards, caller)
+    def ask(self, ticket, side, count, shards, caller, patient=True):
+        call = self.gate.wait(side, count, ticket, shards, caller, patient)
         task = self.start(call)
         self.asked[ticket] = task, (side, count, shards, caller)
 
@@ -219,6 +220,33 @@ def test_chunks_that_could_wait_for_ever_are_refused(before, side, count, needed
             world.ask(1, *before, [0], 0)
             await world.settle()
         with pytest.raises(ValueError, match=f"tolerance of at least {needed}"):
-            await world.gate.wait(side, count, 2, [0], 0)
+            await world.gate.wait(side, count, 2, [0], 0, True)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_does_not_wait_leaves_all_to_the_others():
+    limits = jrb.limits.SampleToInsert(ratio=1, min_size=1, tolerance=10)
+
+    async def run():
+        world = World(limits, shards=1)
+        for caller in range(2):
+            world.join(caller)
+        ask = lambda count, ticket: world.gate.wait("sample", count, ticket, [0], 0, False)
+        assert not await ask(5, 1)  # nothing was added yet
+        world.ask(2, "insert", 6, [0], 0)
+        await world.settle()
+        await world.do(*world.granted.popleft())
+        assert await ask(9, 3) and not await ask(9, 4)
+        world.ask(5, "sample", 9, [0], 1)
+        await world.settle()
+        assert not world.granted
+        assert await world.gate.describe() == (
+            f"6 items were added and 0 samples taken under {limits!r}; 0 calls wait to add and 1 "
+            "to sample."
+        )
+        await world.gate.cancel(3)
+        await world.settle()
+        assert [one[0] for one in world.granted] == [5]
 
     asyncio.run(run())

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import jrb
 from jrb.remote import serve
-from jrb.remote.ledger import Ledger
+from jrb.remote import setup as setups
+from jrb.remote.setup import Setup
 from jrb.remote.streams import pieces
 from tests.remote.rows import EXAMPLE, buffer, rows
 
@@ -32,6 +33,11 @@ from tests.remote.rows import EXAMPLE, buffer, rows
         ({"save_every": 5}, ValueError, "save_every: expected a path"),
         ({"path": 5}, TypeError, "path: expected a path"),
         ({"limits": 8}, TypeError, "limits: expected jrb.limits"),
+        (
+            {"buffer": buffer(min_size=60), "limits": jrb.limits.SampleToInsert(1, 9, 40)},
+            ValueError,
+            "min_size of the buffer needs 60 items .* at most 49 are added",
+        ),
         ({"buffer": buffer(storage=jrb.MemmapStorage("a")), "path": "b"}, ValueError, "path"),
     ],
 )
@@ -39,6 +45,98 @@ def test_what_cannot_be_served_is_refused(cluster, changes, error, text):
     given = {"buffer": buffer(), "example": EXAMPLE, "streams": 2} | changes
     with pytest.raises(error, match=text):
         serve(given.pop("buffer"), given.pop("example"), **given)
+
+
+def needs(limits, streams=1, shards=1, **parts):
+    """Returns the number of items before the first draw, as `serve` computes it."""
+    made = jrb.ReplayBuffer(96, **{"batch_size": 16} | parts)
+    return setups.check_limits(
+        Setup(made, None, streams, shards, None, 0, None, 4, True, False), limits
+    )[0]
+
+
+PADDED = jrb.Sequence(6, partial="pad")
+STACKS = jrb.FrameStack(4, unit=jrb.Sequence(7))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "tolerance", "options", "number"),
+    [
+        (1, 20, {"min_size": 24}, 24),
+        (1, 20, {"min_size": 24, "num_envs": 8}, 24),  # a timestep of eight comes at once
+        (4, 80, {"min_size": 24}, 24),
+        (1, 20, {"unit": jrb.Sequence(24)}, 24),
+        (1, 20, {"unit": jrb.Sequence(24, burn_in=40)}, 24),  # rows before the first are masked
+        (1, 20, {"unit": jrb.Sequence(7), "streams": 4}, 25),  # each may have six
+        (1, 20, {"unit": jrb.Sequence(7), "streams": 4, "shards": 2}, 25),
+        (1, 20, {"unit": jrb.Sequence(7), "streams": 2, "num_envs": 2}, 25),
+        (1, 20, {"unit": STACKS, "streams": 4, "writer": jrb.PerEnvironment()}, 25),
+        (1, 20, {"unit": jrb.NStep(24, 0.9, strict=True)}, 24),
+        (1, 20, {"sampler": jrb.WithoutReplacement(drop_last=True), "batch_size": 24}, 24),
+        (1, 20, {"sampler": jrb.Queue(), "min_size": 24}, 24),
+    ],
+)
+def test_limits_under_which_nothing_can_be_drawn_are_refused(ratio, tolerance, options, number):
+    """Of the limits that let in just enough and those that let in one item less."""
+    width = options.get("num_envs") or 1
+    enough = number - tolerance // ratio + width - 1
+    limits = lambda least: jrb.limits.SampleToInsert(ratio, least, tolerance)
+    assert needs(limits(enough), **options) == number
+    text = f"tolerance of at least {tolerance + ratio} .* needs {number} items"
+    with pytest.raises(ValueError, match=text):
+        needs(limits(enough - 1), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"unit": PADDED, "streams": 8},
+        {"unit": jrb.NStep(90, 0.9), "streams": 1},
+        {"unit": jrb.Sequence(90, sample_by="whole_episodes")},  # as short as they may be
+        {"sampler": jrb.WithoutReplacement(), "batch_size": 30},
+        {"unit": jrb.FrameStack(12), "streams": 8},
+    ],
+)
+def test_units_that_draw_from_the_first_row_need_one(options):
+    assert needs(jrb.limits.SampleToInsert(1, 1, 20), **options) == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "options", "text"),
+    [
+        ((1, 10, 20), {"batch_size": 40}, "tolerance of at least 20.5 where 1 items .* 40 samples"),
+        ((2, 10, 20), {"num_envs": 12}, "tolerance of at least 22 where 12 items"),
+        ((1.5, 10, 20), {"sampler": jrb.Queue()}, "ratio of at most 1 with Queue"),
+        ((2, 10, 20), {"sampler": jrb.Lifo()}, "ratio of at most 1 with Lifo"),
+        (
+            None,
+            {"sampler": jrb.WithoutReplacement(drop_last=True), "batch_size": 100},
+            "capacity: expected 100 or more",
+        ),
+    ],
+)
+def test_other_options_that_would_wait_for_ever_are_refused(limits, options, text):
+    with pytest.raises(ValueError, match=text):
+        needs(limits and jrb.limits.SampleToInsert(*limits), **options)
+
+
+@hypothesis.given(st.data())
+def test_accepted_limits_let_in_enough_and_refused_ones_do_not(data):
+    """Streams send in turn, one timestep at a time, until one of them has a window or all wait."""
+    streams, rows = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    ratio, least = data.draw(st.sampled_from([0.5, 1, 3])), data.draw(st.integers(1, 12))
+    tolerance, min_size = data.draw(st.integers(3, 12)), data.draw(st.integers(1, 24))
+    limits = jrb.limits.SampleToInsert(ratio, least, tolerance)
+    sent, counters = 0, limits.init()
+    while limits.may_insert(counters) and sent < 96:
+        sent, counters = sent + 1, limits.inserted(counters)
+    enough = sent >= max(min_size, streams * (rows - 1) + 1, least)
+    options = {"unit": jrb.Sequence(rows), "min_size": min_size, "batch_size": 1}
+    try:
+        needs(limits, streams=streams, **options)
+        assert enough
+    except ValueError:
+        assert not enough
 
 
 @pytest.fixture(scope="module")
@@ -100,47 +198,6 @@ def test_a_buffer_that_casts_takes_what_numpy_makes(cluster):
             remote.update_priority(remote.sample(2), jnp.ones(2))
         with pytest.raises(TypeError, match="sampler that takes priorities"):
             remote.extend({"x": np.ones(1), "n": np.ones(1, int)}, stream=1, priorities=[1.0])
-
-
-def test_the_ledger_takes_everything_once_and_tells_what_is_missing():
-    ledger = Ledger(2)
-    calls = [(7, 0, 5), (7, 5, 5), (7, 5, 5), (9, 0, 2), (7, 10, 1), (7, 20, 1), (7, 21, 1)]
-    calls += [(7, 13, 2), (7, 13, 2), (7, 11, 2), (7, 22, 1), (7, 19, 2)]
-    seen = [ledger.note(1, *call) for call in calls]
-    assert [(one.again, one.goes_on, one.missing) for one in seen] == [
-        (False, False, 0),  # a sender that is new
-        (False, True, 0),
-        (True, False, 0),  # made again
-        (False, False, 0),  # another sender
-        (False, False, 0),  # the first one again
-        (False, False, 9),  # nine are missing
-        (False, True, 0),
-        (False, False, -2),  # two of them come late
-        (True, False, 0),
-        (False, False, -2),
-        (False, False, 0),
-        (True, False, 0),  # one was here
-    ]
-    again = Ledger.loaded(ledger.saved())
-    assert again.note(1, 7, 15, 5).missing == -5 and again.note(1, 7, 23, 1).missing == 0
-    assert again.note(0, 7, 23, 1).missing == 23
-    again.note_failure(1, 23, 1)
-    assert again.note(1, 7, 23, 1).missing == -1
-
-
-@hypothesis.given(st.data())
-def test_calls_in_any_order_come_once(data):
-    """Calls that begin anew and again, as a model of sets of numbers has it."""
-    ledger, here, last = Ledger(1), set(), None
-    for first in data.draw(st.lists(st.integers(0, 12), max_size=30)):
-        call = set(range(first * 3, first * 3 + 3))
-        before = max(here, default=-1) + 1
-        arrival = ledger.note(0, 5, first * 3, 3)
-        assert arrival.again == call.issubset(here)
-        if not arrival.again:
-            assert arrival.goes_on == (last == first * 3)
-            assert arrival.missing == (-3 if first * 3 < before else first * 3 - before)
-            here, last = here | call, first * 3 + 3
 
 
 def test_few_lengths_are_compiled():

@@ -10,7 +10,7 @@ from scipy import stats
 
 import jrb
 from jrb.remote import draws as drawing
-from jrb.remote import serve
+from jrb.remote import gate, serve
 from jrb.remote import setup as setups
 from jrb.remote.draws import ShardFacts
 from jrb.remote.server import Server
@@ -114,7 +114,7 @@ def test_a_patient_draw_waits_for_what_was_counted_but_is_not_written_yet(monkey
     )
     server = Server(own, 0)
     arrives = lambda _: server.extend(0, 7, 0, jax.tree.leaves(rows(0, 0, 9)), None, None)
-    monkeypatch.setattr(drawing.time, "sleep", arrives)
+    monkeypatch.setattr(gate.time, "sleep", arrives)
     own_draws = drawing.Drawing(own, [SingleProcess.actor(lambda: server)], None)
     assert own_draws.draw(16, None, None, patient=False) is None
     assert own_draws.draw(16, None, None, patient=True).data["id"].shape == (16, 2)

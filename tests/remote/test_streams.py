@@ -9,7 +9,7 @@ import pytest
 
 import jrb
 from jrb.remote import serve
-from tests.remote.rows import EXAMPLE, buffer, equal, returned, rows
+from tests.remote.rows import EXAMPLE, buffer, equal, returned, reward, rows
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +17,14 @@ def remote(cluster):
     """Eight streams with room for 64 timesteps each, of which every test uses its own."""
     with serve(buffer(8 * 64), EXAMPLE, streams=8, num_cpus=0) as remote:
         yield remote
+
+
+def test_no_two_sums_of_rewards_are_equal():
+    starts = [
+        (lane, time, steps) for lane in range(8) for time in range(200) for steps in (1, 2, 3)
+    ]
+    sums = [float(reward(lane, time + np.arange(n)).sum()) for lane, time, n in starts]
+    assert len(set(sums)) == len(sums)
 
 
 def of_stream(sample, stream):
@@ -96,8 +104,8 @@ def test_lengths_of_many_kinds_are_written_alike(remote):
         first += count
     times, slots, rewards = of_stream(remote.sample(1500), 1)
     assert set(times) == set(range(first)) and len(set(slots)) == first
-    for time, reward in zip(times.tolist(), rewards.tolist(), strict=True):
-        assert reward == returned(1, time, first - 1)[0]
+    for time, its in zip(times.tolist(), rewards.tolist(), strict=True):
+        assert its == returned(1, time, first - 1)[0]
 
 
 def test_a_copy_sends_for_itself_and_does_not_end_the_servers(remote):
@@ -107,9 +115,9 @@ def test_a_copy_sends_for_itself_and_does_not_end_the_servers(remote):
         copy.extend(rows(2, 5, 5), stream=2)
     times, _, rewards = of_stream(remote.sample(1500), 2)
     assert set(times) == set(range(10))
-    for time, reward in zip(times.tolist(), rewards.tolist(), strict=True):
+    for time, its in zip(times.tolist(), rewards.tolist(), strict=True):
         last = 4 if time < 5 else 9  # nobody knows that the one goes on from the other
-        assert reward == returned(2, time, last)[0]
+        assert its == returned(2, time, last)[0]
     assert remote.stats()["lost"] == 0
 
 
@@ -138,6 +146,9 @@ def test_batches_ahead_wait_for_the_first_items(cluster, workers):
         ):
             remote.sample()
         remote.extend(rows(0, 0, 4), stream=0)
+        before = remote.stats()["draws"]
+        while remote.stats()["draws"] < before + 4:
+            pass  # the iterator asks again, two batches at a time, only after a draw without items
         assert not remote.can_sample() and not cluster.wait([batch], timeout=0)[0]
         remote.extend(rows(0, 4, 4), stream=0)
         assert cluster.get(batch).shape == (16, 2) and remote.can_sample()

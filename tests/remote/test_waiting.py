@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.remote import client, draws
+from jrb.remote import client, draws, gate
 from jrb.remote.setup import Setup
 from jrb.state import Sample
 
@@ -21,7 +21,7 @@ class Calls:
     def __init__(self):
         self.interrupted = set()
 
-    def wait(self, calls):
+    def wait(self, calls, timeout=None):
         return calls, []
 
     def get(self, call, failing=(2,)):
@@ -34,7 +34,7 @@ class Calls:
 
 def test_a_call_that_failed_is_told_though_its_wait_was_interrupted(monkeypatch):
     ray, one = Calls(), client.Flight(9)
-    monkeypatch.setattr(client, "ray", lambda: ray)
+    monkeypatch.setattr(gate, "ray", lambda: ray)
     for call in (1, 2, 3):
         one.add(call)
     for error in (KeyboardInterrupt, KeyboardInterrupt, OSError, KeyboardInterrupt):
@@ -51,7 +51,8 @@ def test_two_threads_that_wait_for_the_same_calls_miss_none(monkeypatch):
             both.wait(0.5)  # until the other thread waits for the same call, if it may
         waited.append(call)
 
-    monkeypatch.setattr(client, "ray", lambda: types.SimpleNamespace(get=get))
+    ray = types.SimpleNamespace(wait=lambda calls, timeout: (calls, []), get=get)
+    monkeypatch.setattr(gate, "ray", lambda: ray)
     one = client.Flight(9)
     for call in (1, 2):
         one.add(call)
@@ -91,7 +92,8 @@ def learner(monkeypatch):
     setup = Setup(served, np.float32(0), 1, 1, None, 0, None, 4, True, False)
     sent = []
     update = types.SimpleNamespace(remote=lambda *sample_and_new: sent.append(sample_and_new[-1]))
-    monkeypatch.setattr(client, "ray", lambda: types.SimpleNamespace(get=lambda call: None))
+    ray = types.SimpleNamespace(wait=lambda calls, timeout: (calls, []), get=lambda call: None)
+    monkeypatch.setattr(gate, "ray", lambda: ray)
     remote = client.Remote(setup, [types.SimpleNamespace(update=update)], None)
     two = np.zeros(2, np.int32)
     rest = {"data": None, "probabilities": None, "weights": None, "mask": two == 0}
@@ -128,31 +130,156 @@ def test_priorities_are_sent_as_they_were_given_though_a_wait_was_interrupted(le
 
 
 class Drawing:
-    """Draws that are numbered, and that an interrupt strikes while they are waited for."""
+    """Draws that are numbered, and that an interrupt strikes while they are waited for; and Ray."""
 
     def __init__(self):
-        self.numbers, self.moments, self.permits = itertools.count(), itertools.count(), None
+        self.numbers, self.moments = itertools.count(), itertools.count()
+        self.permits, self.consumes = None, False
 
     def ask(self, batch_size, betas, ticket):
         return [draws.RemoteDraw([next(self.numbers)], [], batch_size, beta) for beta in betas]
 
-    def num_ready(self, draws):
+    def wait(self, calls, num_returns, timeout):
         self.strike()
-        return len(draws)
+        return calls, []
 
     def take(self, draw, device):
         self.strike()
         names = ("indices", "probabilities", "weights", "mask", "stamp")
         return Sample(data=np.array(draw.parts), info={}, **dict.fromkeys(names, np.zeros(1)))
 
+    def explain(self):
+        return "nothing to draw"
+
     def strike(self):
         if next(self.moments) % 3 == 0:
             raise KeyboardInterrupt
 
 
-def test_no_batch_that_was_drawn_ahead_is_lost():
-    batches, found = draws.Ahead(Drawing(), lambda: None, 1, 3, None, None), []
+def test_no_batch_that_was_drawn_ahead_is_lost(monkeypatch):
+    monkeypatch.setattr(draws, "ray", lambda: drawing)
+    drawing = Drawing()
+    batches, found = draws.Ahead(drawing, lambda: None, 1, 3, None, None), []
     while len(found) < 9:
         with contextlib.suppress(KeyboardInterrupt):
             found.append(int(next(batches).data[0]))
     assert found == list(range(9))
+
+
+def drain(batches):
+    """Returns the numbers of all batches that an iterator still gives."""
+    return [int(batch.data[0]) for batch in batches]
+
+
+class Patient(Drawing):
+    """Draws that no interrupt strikes."""
+
+    def strike(self):
+        pass
+
+
+def test_a_closed_iterator_gives_back_what_was_drawn_and_a_dropped_one_tells(monkeypatch, caplog):
+    monkeypatch.setattr(draws, "ray", lambda: drawing)
+    drawing = Patient()
+    drawing.consumes = True
+    batches = draws.Ahead(drawing, lambda: None, 1, 4, None, None)
+    assert [int(next(batches).data[0]) for _ in range(5)] == list(range(5))
+    batches.close()
+    later = drain(batches)
+    assert later == list(range(5, next(drawing.numbers))) and len(later) > 1
+    del batches
+    assert not caplog.records
+    with contextlib.suppress(ArithmeticError):
+        for _ in draws.Ahead(drawing, lambda: None, 1, 4, None, None):
+            raise ArithmeticError("in the learner's loop")
+    assert "batches are lost" in caplog.text
+
+
+class Ray:
+    """Stands for Ray: a reference is a list with its result, empty until it has one."""
+
+    @staticmethod
+    def wait(calls, timeout):
+        return [call for call in calls if call], [call for call in calls if not call]
+
+    @staticmethod
+    def get(call):
+        return call[0]
+
+
+class AllPermits:
+    """Permits for a number of samples, which other readers and feeders may use as well."""
+
+    caller, shards = 1, [0]
+
+    def __init__(self, room):
+        self.room, self.unused, self.gate = room, set(), self
+        self.wait = types.SimpleNamespace(remote=self.decide)
+
+    def decide(self, side, count, ticket, *rest):
+        if count > self.room:
+            return [False]
+        self.room -= count
+        self.unused.add(ticket)
+        return [True]
+
+
+def test_an_iterator_keeps_no_permit_that_it_does_not_use(monkeypatch):
+    monkeypatch.setattr(gate, "ray", lambda: Ray)
+    monkeypatch.setattr(draws, "ray", lambda: drawing)
+    drawing = Patient()
+    drawing.permits = permits = AllPermits(11)
+    ask = drawing.ask
+
+    def use(batch_size, betas, ticket):
+        permits.unused.remove(ticket)
+        return ask(batch_size, betas, ticket)
+
+    drawing.ask = use
+    batches = draws.Ahead(drawing, lambda: None, 1, 4, None, None)
+    for number in range(10):
+        assert int(next(batches).data[0]) == number
+        assert not permits.unused
+    assert permits.room == 1  # too little for two batches, and free for others
+
+
+@pytest.mark.parametrize("side", ["insert", "sample"])
+def test_a_long_wait_says_what_it_waits_for(monkeypatch, caplog, side):
+    monkeypatch.setattr(gate, "ray", lambda: Ray)
+    now, reply = [0.0], []
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
+    monkeypatch.setattr(gate, "time", clock)
+
+    def wait(calls, timeout):
+        now[0] += timeout
+        if now[0] >= 45:
+            reply.append(True)
+        return reply, calls
+
+    monkeypatch.setattr(Ray, "wait", wait)
+    its_gate = types.SimpleNamespace(
+        wait=types.SimpleNamespace(remote=lambda *_: reply),
+        describe=types.SimpleNamespace(remote=lambda: ["30 items were added"]),
+    )
+    permits = types.SimpleNamespace(gate=its_gate, caller=1, shards=[0])
+    with gate.granted(permits, side, 8) as ticket:
+        assert ticket
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.split()[1] for text in texts] == ["10", "20", "40"]
+    assert all(f"hold back {side} of 8: 30 items were added" in text for text in texts)
+
+
+def test_a_draw_that_finds_nothing_for_long_says_what_is_missing(monkeypatch, caplog):
+    now = [0.0]
+    clock = types.SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + 4)
+    )
+    monkeypatch.setattr(gate, "time", clock)
+    drawing = Patient()
+    monkeypatch.setattr(draws, "ray", lambda: drawing)
+    take = drawing.take
+    drawing.take = lambda draw, device: take(draw, device) if now[0] > 13 else None
+    assert int(next(draws.Ahead(drawing, lambda: None, 1, 1, None, None)).data[0]) == 4
+    assert [record.getMessage() for record in caplog.records] == [
+        "After 12 seconds: nothing to draw"
+    ]

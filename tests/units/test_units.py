@@ -396,3 +396,23 @@ def test_what_a_unit_needs_is_named():
 def test_bad_descriptions_are_refused(make, error):
     with pytest.raises(error):
         make()
+
+
+def test_the_first_anchor_comes_with_as_many_rows_as_a_unit_says():
+    window = functools.partial(jrb.Sequence, 5)
+    units = [jrb.Transition(), jrb.NStep(4, 0.9), jrb.NStep(4, 0.9, strict=True), window()]
+    units += [window(burn_in=3), window(partial="pad"), window(stride=3, burn_in=2)]
+    units += [window(cross_episodes=True), window(sample_by="episodes"), jrb.FrameStack(3)]
+    units += [jrb.FrameStack(3, unit=window()), jrb.FrameStack(2, unit=jrb.NStep(3, 1.0, True))]
+    goal = ("next", "observation", "goal")
+    hindsight = functools.partial(
+        jrb.Hindsight, negative_distance, achieved=goal, goal=goal[1:], next_goal=goal
+    )
+    units += [hindsight(unit=window()), hindsight()]
+    items = jax.tree.map(lambda leaf: jnp.zeros((1, *jnp.shape(leaf)), leaf.dtype), EXAMPLE)
+    for unit in units:
+        buffer = jrb.ReplayBuffer(16, unit=unit)
+        state, rows = buffer.init(EXAMPLE), 0
+        while not buffer.can_sample(state):
+            state, rows = buffer.extend(state, items), rows + 1
+        assert rows == unit.anchor_rows, unit
