@@ -114,10 +114,16 @@ def bench(
         int | None, _option(help="number of rounds in which all programs run", min=1)
     ] = None,
     peers: Annotated[str | None, _option(help="such as flashbax,TorchRL; all if not given")] = None,
-    json: Annotated[str | None, _option(help="one file for all results")] = None,
+    json: Annotated[
+        str | None, _option(help="one file for all results", callback=sources.user_path)
+    ] = None,
     plot: Annotated[bool, _option("--plot", help="draw pictures")] = False,
-    out: Annotated[str, _option(help="the folder of results")] = "jrb-bench",
-    folder: Annotated[str | None, _option(help="a folder on the disk to measure")] = None,
+    out: Annotated[str, _option(help="the folder of results", callback=sources.user_path)] = (
+        "jrb-bench"
+    ),
+    folder: Annotated[
+        str | None, _option(help="a folder on the disk to measure", callback=sources.user_path)
+    ] = None,
     show: Annotated[
         bool, _option("--list", help="list groups and peers, and measure none")
     ] = False,

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from jrb._store import files
 from jrb._util.wording import printable, require
 from jrb.checkpoint import manifest
 from jrb.cli import console
@@ -19,10 +20,11 @@ FOLDER, FILE, OTHER = "folder", "file", "other"
 
 
 def user_path(text: str | None) -> str | None:
-    """Returns a path with `~` expanded; serves as the callback of options that are paths."""
-    if text is not None and (not text or "\0" in text):
-        raise typer.BadParameter(f"expected a path, got {text!r}.")
-    return text and os.path.expanduser(text)
+    """Returns a local path with `~` expanded; serves as the callback of options that are paths."""
+    try:
+        return None if text is None else files.local(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error).removeprefix("path: ")) from None
 
 
 def picture_path(text: str | None) -> str | None:

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jrb.authoring import Folder, absolute_path, check_system, checks, require
+from jrb.authoring import Folder, absolute_path, check_links, checks, make_folder, require
 
 
 def absent(path: str | os.PathLike[str]) -> str:
     """Returns the absolute form of a path; raises `ValueError` if the path exists."""
     target = absolute_path(path)
+    check_links(target)
     if os.path.lexists(target):
         raise ValueError(
             f"{target}: expected nothing there, found something. Remove it, or choose another path."
@@ -29,8 +30,7 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
     """
     target = absent(path)
     above, name = os.path.split(target)
-    check_system(target)
-    os.makedirs(above, exist_ok=True)
+    make_folder(above)
     folder, temporary = Folder(above), f".{name}.{secrets.token_hex(4)}.new"
     new = folder.path_of(temporary)
     try:

@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb.authoring import Folder, absolute_path, check_system, checks, escaped_errors, tree_nbytes
+from jrb.authoring import (
+    Folder,
+    absolute_path,
+    check_links,
+    checks,
+    escaped_errors,
+    make_folder,
+    tree_nbytes,
+)
 from jrb.buffer import ReplayBuffer
 from jrb.interop.torchrl_files import ABOUT, DTYPES, FLAGS, file_name
 from jrb.layouts import flat, names
@@ -68,7 +76,9 @@ def write_torchrl(
             f"write_torchrl: expected a ReplayBuffer, got {type(buffer).__name__}. The order is "
             "write_torchrl(path, buffer, state)."
         )
-    target = os.path.realpath(absolute_path(path))
+    target = absolute_path(path)
+    check_links(target)
+    target = os.path.realpath(target)
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
         raise ValueError(
             f"{target}: expected nothing there, or an empty folder, found something else. Write to "
@@ -81,8 +91,7 @@ def write_torchrl(
     if layout == "flat":
         (leaves, about), shape = _flat(leaves, shape, rows), ()
     parent = os.path.dirname(target)
-    check_system(target)
-    os.makedirs(parent, exist_ok=True)
+    make_folder(parent)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".jrb-") as temporary:
         folder = Folder(temporary)
         _write_tensors(folder, "dump/storage", names.nest(leaves), shape, about)

@@ -128,7 +128,7 @@ def test_priorities_are_sent_as_they_were_given_though_a_wait_was_interrupted(le
 
 
 def test_a_sample_of_numpy_arrays_may_be_changed_before_its_priorities_are_sent(learner):
-    remote, sample, sent = learner
+    remote, sample, _ = learner
     slots = []
     remote._servers[0].update.remote = lambda *given: slots.append(given[0].tolist())
     remote.update_priority(sample, Computed([1, 2]))
