@@ -360,33 +360,40 @@ class _Options(TypedDict, total=False):
     verify: bool
 
 
-D = TypeVar("D", bound=Mix | Sharded | dict[str, Any] | tuple[Any, ...])
+D = TypeVar("D", bound=dict[str, Any] | tuple[Any, ...])
 
 
+# Without a description, type checkers are told of a single buffer, as most checkpoints have one.
 @overload
 def load(
-    path: Path, buffer: ReplayBuffer, *, extra: None = None, **options: Unpack[_Options]
+    path: Path, buffer: ReplayBuffer | None = None, *, extra: None = None, **how: Unpack[_Options]
 ) -> tuple[ReplayBuffer, BufferState]: ...
 @overload
 def load(
-    path: Path, buffer: ReplayBuffer, *, extra: Item, **options: Unpack[_Options]
+    path: Path, buffer: ReplayBuffer | None = None, *, extra: Item, **how: Unpack[_Options]
 ) -> tuple[ReplayBuffer, BufferState, Any]: ...
 @overload
 def load(
-    path: Path, buffer: D, *, extra: None = None, **options: Unpack[_Options]
+    path: Path, buffer: Sharded, *, extra: None = None, **how: Unpack[_Options]
+) -> tuple[Sharded, BufferState]: ...
+@overload
+def load(
+    path: Path, buffer: Sharded, *, extra: Item, **how: Unpack[_Options]
+) -> tuple[Sharded, BufferState, Any]: ...
+@overload
+def load(
+    path: Path, buffer: Mix, *, extra: None = None, **how: Unpack[_Options]
+) -> tuple[Mix, tuple[BufferState, ...]]: ...
+@overload
+def load(
+    path: Path, buffer: Mix, *, extra: Item, **how: Unpack[_Options]
+) -> tuple[Mix, tuple[BufferState, ...], Any]: ...
+@overload
+def load(
+    path: Path, buffer: D, *, extra: None = None, **how: Unpack[_Options]
 ) -> tuple[D, Any]: ...
 @overload
-def load(
-    path: Path, buffer: D, *, extra: Item, **options: Unpack[_Options]
-) -> tuple[D, Any, Any]: ...
-@overload
-def load(
-    path: Path, buffer: None = None, *, extra: None = None, **options: Unpack[_Options]
-) -> tuple[Any, Any]: ...
-@overload
-def load(
-    path: Path, buffer: None = None, *, extra: Item, **options: Unpack[_Options]
-) -> tuple[Any, Any, Any]: ...
+def load(path: Path, buffer: D, *, extra: Item, **how: Unpack[_Options]) -> tuple[D, Any, Any]: ...
 @escaped_errors()
 def load(
     path: Path,
