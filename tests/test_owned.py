@@ -126,7 +126,7 @@ def test_a_method_has_read_what_it_was_given(case: str, jitted: bool, storage: A
         return [count, buffer.priorities(state), buffer.take(state, slots[: int(count)])]
 
     expected, got = outcome(lambda state: state, lambda array: None), outcome(late, spoil)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    chex.assert_trees_all_equal(got, expected)
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import chex
 import h5py
 import jax
 import numpy as np
@@ -236,10 +237,6 @@ def test_stats_leave_out_what_is_not_finite():
     assert stats.bars([]) == ""
 
 
-def same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["native", "h5", "torchrl", "torchrl-flat"])
 @pytest.mark.parametrize("kind", ["native", "store", "h5", "d4rl"])
@@ -253,17 +250,17 @@ def test_convert_goes_there_and_back_exactly(kind, to, tmp_path, capsys):
         want["next"]["truncated"][-1] = want["next"]["done"][-1] = True
     if to in ("native", "h5"):
         buffer, state = jrb.load(dest)
-        same(jrb.items(buffer, state), want)
+        chex.assert_trees_all_equal(jrb.items(buffer, state), want)
         if kind != "d4rl":
             again, old = paths.filled()
-            same(buffer.priorities(state), again.priorities(old))
+            chex.assert_trees_all_equal(buffer.priorities(state), again.priorities(old))
             draw = lambda one, held: one.sample(held, jax.random.key(3)).indices
-            same(draw(buffer, state), draw(again, old))
+            chex.assert_trees_all_equal(draw(buffer, state), draw(again, old))
     else:
         found_items = jrb.checkpoint.read_torchrl(dest).items
         if to == "torchrl-flat":  # which has flags and rewards at the root too
             found_items = {name: found_items[name] for name in want}
-        same(found_items, want)
+        chex.assert_trees_all_equal(found_items, want)
     assert call(capsys, "verify", dest)[0] == 0
 
 
@@ -279,9 +276,9 @@ def test_convert_writes_datasets(kind, to, tmp_path, capsys):
     want = paths.stream()
     rows = sum(LENGTHS) if kind == "recorded" else len(want["action"])
     found_rows = [np.concatenate([each[name] for each in dataset]) for name in ("action",)]
-    same(found_rows[0].reshape(-1), want["action"][:rows])
+    chex.assert_trees_all_equal(found_rows[0].reshape(-1), want["action"][:rows])
     seen = np.concatenate([each["observation"] for each in dataset])
-    same(seen, want["observation"][:rows])
+    chex.assert_trees_all_equal(seen, want["observation"][:rows])
 
 
 @pytest.mark.parametrize("to", ["native", "h5"])
