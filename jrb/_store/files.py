@@ -48,10 +48,11 @@ def check_system(path: str) -> None:
         )
 
 
-def local(path: Any, name: str = "path") -> str:
-    """Returns a user's path as text, with `~` as the home folder; raises unless it is local.
+def absolute(path: Any, name: str = "path") -> str:
+    """Returns a user's path as an absolute one, with `~` as the home folder.
 
-    `file:///data/x` is local. Any other URL would be made as folders below the working directory.
+    Each path is made absolute when the user passes it, so that a later `chdir` changes nothing.
+    `file:///x` is `/x`; other URLs, which would become folders of such names here, are refused.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name}: expected a path, got {path!r}.")
@@ -59,21 +60,13 @@ def local(path: Any, name: str = "path") -> str:
     if not text or "\0" in text:
         raise ValueError(f"{name}: expected a path, got {path!r}.")
     if url := _FILE_URL.match(text):
-        return f"/{unquote(text[url.end() :])}"
+        return os.path.abspath(f"/{unquote(text[url.end() :])}")
     if url := _URL.match(text):
         raise ValueError(
             f"{name}: expected a path on this machine, got {text!r}. Write to a folder and copy "
             f"it there yourself, or mount that place; a folder '{url[1]}:' is './{text}'."
         )
-    return os.path.expanduser(text)
-
-
-def absolute(path: Any, name: str = "path") -> str:
-    """Returns a user's local path as an absolute one, with `~` as the home folder.
-
-    Each path is made absolute when the user passes it, so that a later `chdir` changes nothing.
-    """
-    return os.path.abspath(local(path, name))
+    return os.path.abspath(os.path.expanduser(text))
 
 
 def check_links(path: str) -> None:

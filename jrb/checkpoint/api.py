@@ -542,8 +542,9 @@ def _settled(path: Path) -> str:
 
 def _is_file(path: str) -> bool:
     """Returns True if a checkpoint at a path is a file of HDF5, or would be made as one."""
-    is_named_so = path.lower().endswith((".h5", ".hdf5"))
-    return not os.path.isdir(path) and (os.path.isfile(path) or is_named_so)
+    if os.path.isdir(path) or os.path.isfile(path):
+        return os.path.isfile(path)
+    return path.lower().endswith((".h5", ".hdf5"))
 
 
 # Facts.

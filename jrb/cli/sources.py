@@ -22,9 +22,11 @@ FOLDER, FILE, OTHER = "folder", "file", "other"
 def user_path(text: str | None) -> str | None:
     """Returns a local path with `~` expanded; serves as the callback of options that are paths."""
     try:
-        return None if text is None else files.local(text)
+        path = None if text is None else files.absolute(text)
     except ValueError as error:
         raise typer.BadParameter(str(error).removeprefix("path: ")) from None
+    # Shown as it was given, unless it is a URL.
+    return path if text is None or text.lower().startswith("file:") else os.path.expanduser(text)
 
 
 def picture_path(text: str | None) -> str | None:

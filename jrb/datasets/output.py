@@ -35,12 +35,13 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
     new = folder.path_of(temporary)
     try:
         yield new
-        for inner, _, names in os.walk(new):
-            for each in names:
-                _sync_file(os.path.join(inner, each))
+        folders = list(os.walk(new))  # none if it is a file
+        files = [os.path.join(inner, each) for inner, _, names in folders for each in names]
+        for path in files if folders else [new]:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        for inner, *_ in folders:
             Folder(inner).sync()
-        if os.path.isfile(new):
-            _sync_file(new)
         absent(target)  # another program may have created it meanwhile
         folder.replace(temporary, name)
         folder.sync()
@@ -48,11 +49,6 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
         shutil.rmtree(new, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(new)
-
-
-def _sync_file(path: str) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
