@@ -20,6 +20,7 @@ from jrb.samplers import Uniform
 from jrb.state import BufferState, Device, Sample, check_origin, origin_of
 from jrb.storages import DeviceStorage
 from jrb.types import Item, OrderedSampler, PrioritizedSampler, Sampler, Storage, Unit, Writer
+from jrb.types.messages import Array, PRNGKey
 from jrb.types.parts import check_part
 from jrb.units import Transition
 from jrb.writers import RoundRobin
@@ -204,8 +205,8 @@ class ReplayBuffer:
         self,
         state: BufferState,
         item: Item,
-        mask: jax.Array | None = None,
-        priorities: jax.Array | None = None,
+        mask: Array | None = None,
+        priorities: Array | None = None,
     ) -> BufferState:
         """Writes one timestep.
 
@@ -233,8 +234,8 @@ class ReplayBuffer:
         self,
         state: BufferState,
         items: Item,
-        mask: jax.Array | None = None,
-        priorities: jax.Array | None = None,
+        mask: Array | None = None,
+        priorities: Array | None = None,
     ) -> BufferState:
         """Writes T timesteps; if the ring has fewer rows, only the last of them.
 
@@ -302,7 +303,7 @@ class ReplayBuffer:
     def sample(
         self,
         state: BufferState,
-        key: jax.Array,
+        key: PRNGKey,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
     ) -> Sample:
@@ -329,7 +330,7 @@ class ReplayBuffer:
     def draw(
         self,
         state: BufferState,
-        key: jax.Array,
+        key: PRNGKey,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
     ) -> tuple[BufferState, Sample]:
@@ -354,7 +355,7 @@ class ReplayBuffer:
         return eager.draw(self, state, key, count, beta)
 
     def update_priority(
-        self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
+        self, state: BufferState, sample_or_indices: Sample | Array, priorities: Array
     ) -> BufferState:
         """Sets the priorities of sampled anchors.
 
@@ -405,7 +406,7 @@ class ReplayBuffer:
         check_state(self, state)
         return state.replace(sampler=sampler.set_alpha(state.sampler, casting.copy_array(alpha)))
 
-    def truncate(self, state: BufferState, mask: jax.Array | None = None) -> BufferState:
+    def truncate(self, state: BufferState, mask: Array | None = None) -> BufferState:
         """Ends the running episodes of environments at their newest rows.
 
         Call it when environments are reset in the middle of an episode, such as after a restart of
