@@ -375,7 +375,7 @@ class ReplayBuffer:
         return self._update_priority(state, sample_or_indices, priorities)
 
     def _update_priority(
-        self, state: BufferState, which: Sample | jax.Array, priorities: Any, donate: bool = False
+        self, state: BufferState, which: Sample | Array, priorities: Any, donate: bool = False
     ) -> BufferState:
         """Does `update_priority`; with `donate`, writes the sampler's arrays in place."""
         self._prioritized("update_priority")

@@ -541,7 +541,7 @@ def _unpickled(buffer: ReplayBuffer, shards: int, named: Any, axis: str) -> Shar
     return Sharded(buffer, shards, jax.sharding.Mesh(chosen, names, axis_types=types), axis)
 
 
-def _axis_of_mask(mask: jax.Array | None, axis: int) -> Cut:
+def _axis_of_mask(mask: Array | None, axis: int) -> Cut:
     """Returns the axis of environments of a mask, which is cut; None if it has none."""
     return axis if mask is not None and np.ndim(mask) > axis else None
 

@@ -184,7 +184,8 @@ def _copy_part(value: Any, copies: dict[int, Any]) -> Any:
         return value
     # By hand, as most items are dicts of arrays: a third of the time of `deepcopy`.
     if kind is dict or kind is list:
-        copied = copies[id(value)] = kind()
+        copied: Any = kind()
+        copies[id(value)] = copied
         if kind is list:
             copied.extend(_copy_part(entry, copies) for entry in value)
         else:
