@@ -8,7 +8,7 @@ N capacity, E environments, T time, B batch.
 """
 
 from jrb._core.steps import context_of
-from jrb._store.files import Folder, check_system
+from jrb._store.files import Folder, check_links, make_folder
 from jrb._store.files import absolute as absolute_path
 from jrb._store.lock import Lock
 from jrb._store.opening import store_at
@@ -40,7 +40,7 @@ __all__ = [
     "call_on_host",
     "casting",
     "check_like",
-    "check_system",
+    "check_links",
     "checks",
     "context_of",
     "declared_nbytes",
@@ -53,6 +53,7 @@ __all__ = [
     "last_of_equals",
     "leaf_name",
     "leaf_names",
+    "make_folder",
     "materialize",
     "overwrite",
     "printable",

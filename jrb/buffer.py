@@ -20,6 +20,7 @@ from jrb.samplers import Uniform
 from jrb.state import BufferState, Device, Memory, Sample, check_origin, origin_of
 from jrb.storages import DeviceStorage
 from jrb.types import Item, OrderedSampler, PrioritizedSampler, Sampler, Storage, Unit, Writer
+from jrb.types.messages import Array, PRNGKey
 from jrb.types.parts import check_part
 from jrb.types.transform import Transform
 from jrb.units import Transition
@@ -242,8 +243,8 @@ class ReplayBuffer:
         self,
         state: BufferState,
         item: Item,
-        mask: jax.Array | None = None,
-        priorities: jax.Array | None = None,
+        mask: Array | None = None,
+        priorities: Array | None = None,
     ) -> BufferState:
         """Writes one timestep.
 
@@ -272,8 +273,8 @@ class ReplayBuffer:
         self,
         state: BufferState,
         items: Item,
-        mask: jax.Array | None = None,
-        priorities: jax.Array | None = None,
+        mask: Array | None = None,
+        priorities: Array | None = None,
     ) -> BufferState:
         """Writes T timesteps; if the ring has fewer rows, only the last of them.
 
@@ -343,7 +344,7 @@ class ReplayBuffer:
     def sample(
         self,
         state: BufferState,
-        key: jax.Array,
+        key: PRNGKey,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
     ) -> Sample:
@@ -372,7 +373,7 @@ class ReplayBuffer:
     def draw(
         self,
         state: BufferState,
-        key: jax.Array,
+        key: PRNGKey,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
     ) -> tuple[BufferState, Sample]:
@@ -397,7 +398,7 @@ class ReplayBuffer:
         return eager.draw(self, state, key, count, beta)
 
     def update_priority(
-        self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
+        self, state: BufferState, sample_or_indices: Sample | Array, priorities: Array
     ) -> BufferState:
         """Sets the priorities of sampled anchors.
 
@@ -417,7 +418,7 @@ class ReplayBuffer:
         return self._update_priority(state, sample_or_indices, priorities)
 
     def _update_priority(
-        self, state: BufferState, which: Sample | jax.Array, priorities: Any, donate: bool = False
+        self, state: BufferState, which: Sample | Array, priorities: Any, donate: bool = False
     ) -> BufferState:
         """Does `update_priority`; with `donate`, writes the sampler's arrays in place."""
         self._prioritized("update_priority")
@@ -448,7 +449,7 @@ class ReplayBuffer:
         check_state(self, state)
         return state.replace(sampler=sampler.set_alpha(state.sampler, casting.copy_array(alpha)))
 
-    def truncate(self, state: BufferState, mask: jax.Array | None = None) -> BufferState:
+    def truncate(self, state: BufferState, mask: Array | None = None) -> BufferState:
         """Ends the running episodes of environments at their newest rows.
 
         Call it when environments are reset in the middle of an episode, such as after a restart of

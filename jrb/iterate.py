@@ -25,6 +25,7 @@ from jrb.mix import Mix
 from jrb.samplers import WithoutReplacement
 from jrb.sharding import Sharded
 from jrb.state import BufferState, Device, Sample, origin_of
+from jrb.types.messages import PRNGKey
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class Epochs:
 def epochs(
     buffer: ReplayBuffer,
     state: BufferState,
-    key: jax.Array | int,
+    key: PRNGKey | int,
     batch_size: int | None = None,
     n_epochs: int = 1,
     drop_last: bool = False,
@@ -110,7 +111,7 @@ def epochs(
 def steps(
     buffer: ReplayBuffer,
     state: BufferState,
-    key: jax.Array | int,
+    key: PRNGKey | int,
     *,
     n_epochs: int | None = None,
     max_iter: int | None = None,
@@ -292,7 +293,7 @@ _PATIENCE, _PAUSE = 1.0, 1e-4
 def _draw_newest(
     buffer: ReplayBuffer | Mix,
     newest: Callable[[], Any],
-    key: jax.Array,
+    key: PRNGKey,
     is_open: Callable[[], bool],
 ) -> Any:
     """Draws from the newest state; for a second, tries again if it was overwritten meanwhile.

@@ -22,6 +22,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.mix import Description, Mix
 from jrb.sharding import Sharded
 from jrb.state import BufferState, Sample
+from jrb.types.messages import PRNGKey
 
 
 @overload
@@ -148,7 +149,7 @@ if TYPE_CHECKING:  # the methods, which are generated, have the signatures of th
         def sample(
             self,
             state: BufferState,
-            key: jax.Array | int,
+            key: PRNGKey | int,
             batch_size: int | None = None,
             beta: jax.Array | float | None = None,
         ) -> Sample:
@@ -158,7 +159,7 @@ if TYPE_CHECKING:  # the methods, which are generated, have the signatures of th
         def draw(
             self,
             state: BufferState,
-            key: jax.Array | int,
+            key: PRNGKey | int,
             batch_size: int | None = None,
             beta: jax.Array | float | None = None,
         ) -> tuple[BufferState, Sample]:

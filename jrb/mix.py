@@ -17,6 +17,7 @@ from jrb._xla import random_bits
 from jrb.buffer import ReplayBuffer, draw_arguments
 from jrb.state import Buffer, BufferState, Device, Memory, Sample, check_origin
 from jrb.types import Item, Sampler
+from jrb.types.messages import Array, PRNGKey
 
 States = tuple[BufferState, ...]
 
@@ -116,7 +117,7 @@ class Mix:
     def sample(
         self,
         states: States,
-        key: jax.Array,
+        key: PRNGKey,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
         proportions: jax.Array | None = None,
@@ -128,7 +129,7 @@ class Mix:
     def draw(
         self,
         states: States,
-        key: jax.Array,
+        key: PRNGKey,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
         proportions: jax.Array | None = None,
@@ -225,7 +226,7 @@ class Mix:
                 pytree.check_like(want, got, "Mix", mend + "count.")
         return after, parts
 
-    def update_priority(self, states: States, sample: Sample, priorities: jax.Array) -> States:
+    def update_priority(self, states: States, sample: Sample, priorities: Array) -> States:
         """Sets priorities of a sample, each in the buffer that the item is from.
 
         Args:

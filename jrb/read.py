@@ -21,7 +21,7 @@ from jrb.state import BufferState
 
 
 @overload
-def items(buffer: ReplayBuffer, state: BufferState) -> Any: ...
+def items(buffer: ReplayBuffer, state: BufferState, chunks: None = None) -> Any: ...
 @overload
 def items(buffer: ReplayBuffer, state: BufferState, chunks: int) -> Iterator[Any]: ...
 def items(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -> Any:
@@ -59,6 +59,22 @@ def held_slots(buffer: ReplayBuffer, state: BufferState, who: str) -> np.ndarray
     _check(buffer, state, who)
     slots, count = buffer.in_order(state)
     return np.asarray(slots)[: int(count)]
+
+
+def one_state(path: str, state: BufferState, index: int | tuple[int, ...] | None) -> BufferState:
+    """Returns one of the states that `vmap` has made; raises unless `index` selects a single one.
+
+    A state of one buffer is returned as it is; `index` must then be None.
+    """
+    axes = state.edits.shape if isinstance(state, BufferState) else ()
+    index = (index,) if isinstance(index, int) else index or ()
+    if len(index) == len(axes) and all(0 <= n < size for n, size in zip(index, axes, strict=True)):
+        return jax.tree.map(lambda leaf: leaf[index], state) if axes else state
+    first = ",".join("0" * len(axes))
+    mend = f"Choose one by --state {first}, in Python by jrb.datasets.open(path, state=({first},))."
+    expected = f"one of the states under vmap, of shape {axes}" if axes else "no number of a state"
+    got = ",".join(map(str, index)) or "none"
+    raise ValueError(f"{path}: expected {expected}, got {got}.{f' {mend}' if axes else ''}")
 
 
 def _check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -595,13 +596,14 @@ def _expect_raises(error: type[Exception], call: Callable[[], Any], contract: st
 
 def _agree(got: PyTree, want: PyTree, contract: str) -> None:
     """Raises unless integers are equal and floats are equal up to rounding."""
-    structure, other = jax.tree.structure(got), jax.tree.structure(want)
-    _expect(structure == other, contract, f"expected {other}, got {structure}")
+    try:
+        chex.assert_trees_all_equal_shapes_and_dtypes(want, got)
+    except AssertionError as error:
+        _expect(False, contract, str(error))
     leaves = jax.tree_util.tree_leaves_with_path(got)
+    # By hand: chex has no comparison of floats with a tolerance that keeps integers exact.
     for (path, one), other in zip(leaves, jax.tree.leaves(want), strict=True):
         where = f"{contract}: leaf '{pytree.leaf_name(path)}'"
-        kinds = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in (other, one)]
-        _expect(kinds[0] == kinds[1], where, f"expected {kinds[0]}, got {kinds[1]}")
         if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         _expect_equal(np.asarray(one), np.asarray(other), where)

@@ -3,6 +3,7 @@
 import collections
 import functools
 
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -447,4 +448,4 @@ def test_many_buffers_are_written_like_each_of_them(unit):
     each = [buffer.take(state, jnp.arange(6)) for state in states]
     expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
     found = jax.vmap(buffer.take, in_axes=(0, None))(many, jnp.arange(6))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    chex.assert_trees_all_equal(found, expected)

@@ -8,6 +8,7 @@ import functools
 import itertools
 import operator
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,12 +163,6 @@ def stacked(trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def assert_same(one, other):
-    names = jax.tree_util.tree_leaves_with_path(one)
-    for (path, got), want in zip(names, jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
-
-
 def filled(buffer, keys):
     """Returns stacked states, one per key, whose rings have wrapped around by three rows."""
     extend = jax.jit(buffer.extend)
@@ -235,7 +230,7 @@ def compare(buffer, run, modes, in_place=True):
         states, cut = jax.device_put((before, given), sharding)
         compiled = run_all.lower(states, cut).compile()
         temporaries = compiled.memory_analysis().temp_size_in_bytes
-        assert_same(compiled(states, cut), want)
+        chex.assert_trees_all_equal(compiled(states, cut), want)
         assert not [name for name in COLLECTIVES if name in compiled.as_text()], mode
         assert temporaries < allowed(buffer) or not in_place, mode
 
@@ -312,7 +307,7 @@ def test_methods_take_any_mixture_of_arguments_that_vary_and_that_do_not(unit, s
             if (name, number, kind) in {("update", 0, True), ("add", 1, True)}:
                 want = call(*given)
                 got = jax.jit(over)(*given)
-                assert_same(jax.tree.map(lambda leaf: leaf[-1], got), want)
+                chex.assert_trees_all_equal(jax.tree.map(lambda leaf: leaf[-1], got), want)
             else:
                 jax.eval_shape(over, *given)
 
@@ -432,7 +427,7 @@ def test_pmap_over_devices_and_vmap_over_update_batches(make_key):
         return state, jax.lax.pmean(losses, "device")
 
     after, losses = jax.pmap(jax.vmap(learn), axis_name="device", donate_argnums=0)(states, keys)
-    assert_same(after, learned_alone())
+    chex.assert_trees_all_equal(after, learned_alone())
     assert np.asarray(losses).shape == (D, UPDATES, 4)
     np.testing.assert_array_equal(losses, np.broadcast_to(losses[:1], losses.shape))
 
@@ -449,7 +444,9 @@ def test_explicit_axes_work_where_nothing_is_cut_and_are_refused_where_something
     keys = jax.random.split(jax.random.key(0), D)
     run, given = program(buffer), jax.vmap(drawn)(keys)
     first = drawn(keys[0])
-    assert_same(jax.jit(run)(state, jax.device_put(first, whole)), jax.jit(run)(empty, first))
+    chex.assert_trees_all_equal(
+        jax.jit(run)(state, jax.device_put(first, whole)), jax.jit(run)(empty, first)
+    )
     many = buffer_of("transition", "uniform", 4 * D)
     wide = jrb.ReplayBuffer(4 * D, num_envs=D, batch_size=B)
     items = jax.device_put(rows(keys[0], D), cut)

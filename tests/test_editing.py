@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +56,7 @@ def test_only_what_is_named_changes(storage, compiled):
     for place, number in ((5, 1), (2, 2)):
         want["half"][place], want["next"]["reward"][place] = 1.5 + number, 7.0 + number
         want["key"][place] = jax.random.key_data(new["key"])[number]
-    jax.tree.map(np.testing.assert_array_equal, after, want)
+    chex.assert_trees_all_equal(after, want)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -1,8 +1,8 @@
 """Methods with a donated state copy nothing of the buffer's size."""
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jrb
@@ -191,7 +191,7 @@ def test_marks_that_are_read_apart_are_the_same(unit):
         state = buffer.extend(buffer.init(EXAMPLE), items)
         found.append(buffer.sample(state, jax.random.key(0)))
     assert all(found[0].info[name].any() for name in ("is_first", "is_last"))
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    chex.assert_trees_all_equal(*found)
 
 
 @pytest.mark.parametrize(("name", "step"), CASES, ids=lambda case: getattr(case, "__name__", case))

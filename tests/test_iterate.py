@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,10 +27,6 @@ def filled(count=11, **parts):
     items = {"x": jnp.arange(count), "next": {"done": jnp.arange(count) % 5 == 4}}
     example = {"x": jnp.int32(0), "next": {"done": jnp.bool_(False)}}
     return buffer, buffer.extend(buffer.init(example), items)
-
-
-def assert_same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 @pytest.mark.slow
@@ -78,7 +75,7 @@ def test_prefetched_batches_are_those_that_would_be_drawn(sampler, depth):
     with jrb.prefetch(buffer, state, KEY, depth) as batches:
         for number, batch in enumerate(itertools.islice(batches, 7)):
             state, expected = buffer.draw(state, jax.random.fold_in(KEY, number))
-            assert_same(batch, expected)
+            chex.assert_trees_all_equal(batch, expected)
 
 
 def test_a_mix_is_prefetched_too():
@@ -86,7 +83,7 @@ def test_a_mix_is_prefetched_too():
     mix = jrb.Mix((one[0], other[0]), (0.5, 0.5), batch_size=4)
     states = (one[1], other[1])
     with jrb.prefetch(mix, states, KEY) as batches:
-        assert_same(next(batches), mix.sample(states, jax.random.fold_in(KEY, 0)))
+        chex.assert_trees_all_equal(next(batches), mix.sample(states, jax.random.fold_in(KEY, 0)))
 
 
 class Counting:

@@ -3,6 +3,7 @@
 import operator
 import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,7 @@ def test_compiled_methods_do_what_the_buffer_does(parts):
         state = buffer.add(state, row(number, 2), mask=number != 1)
     mine, one = methods.draw(mine, KEY)
     state, other = buffer.draw(state, KEY)
-    jax.tree.map(np.testing.assert_array_equal, one.data, other.data)
+    chex.assert_trees_all_equal(one.data, other.data)
     if buffer.sampler.prioritized:
         mine = methods.update_priority(mine, one, jnp.arange(4.0))
         state = buffer.update_priority(state, other, jnp.arange(4.0))

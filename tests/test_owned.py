@@ -1,9 +1,10 @@
-"""NumPy arrays given to a method may be overwritten as soon as the method returns."""
+"""NumPy arrays given to a method, or read from a storage, may be overwritten afterwards."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 from jax import lax
 
 import jrb
+from jrb.storages import HostArrays, PlainRows
+from jrb.types import component
 
 E, N = 16, 128
 
@@ -123,7 +126,7 @@ def test_a_method_has_read_what_it_was_given(case: str, jitted: bool, storage: A
         return [count, buffer.priorities(state), buffer.take(state, slots[: int(count)])]
 
     expected, got = outcome(lambda state: state, lambda array: None), outcome(late, spoil)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    chex.assert_trees_all_equal(got, expected)
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
@@ -178,3 +181,53 @@ def test_a_mix_has_read_its_proportions(jitted: bool) -> None:
     sample = methods.sample(states, jax.random.key(0), proportions=given)
     given[...] = [0.0, 1.0]
     assert not np.asarray(sample.info["source"]).any()
+
+
+class ViewRows(PlainRows):
+    """Rows in NumPy arrays, which are read without a copy where their slots are consecutive."""
+
+    def __init__(self, capacity: int, spec: Any) -> None:
+        super().__init__(capacity, spec)
+        self.arrays = [aligned(0, capacity, *leaf.shape, dtype=leaf.dtype) for leaf in self.raw]
+
+    def write_rows(self, slots: np.ndarray, leaves: list[np.ndarray]) -> None:
+        for array, leaf in zip(self.arrays, leaves, strict=True):
+            array[slots] = leaf
+
+    def read_rows(self, leaf: int, slots: np.ndarray) -> np.ndarray:
+        is_run = (np.diff(slots) == 1).all()
+        return self.arrays[leaf][slice(slots[0], slots[-1] + 1) if is_run else slots]
+
+
+@component
+class ViewStorage(HostArrays):
+    """A storage of a user, in `ViewRows`."""
+
+    def make_rows(self, ring: Any, spec: Any, is_chronological: bool) -> ViewRows:
+        return ViewRows(ring.capacity, spec)
+
+
+@pytest.mark.parametrize("storage", [ViewStorage, jrb.MemmapStorage])
+@pytest.mark.parametrize("width", [3, 500])
+def test_items_that_were_read_stay_though_their_rows_are_overwritten(
+    storage: Any, width: int
+) -> None:
+    items = {"x": np.arange(N * width, dtype=np.float32).reshape(N, width)}
+    buffer, state = jrb.from_items(items, batch_size=1, storage=storage())
+    taken = [buffer.take(state, np.arange(N)), buffer.take(state, np.arange(1))]
+    taken += [jrb.items(buffer, state), buffer.sample(state, jax.random.key(0), N).data]
+    before = jax.tree.map(np.array, taken)
+    buffer.extend(state, jax.tree.map(lambda leaf: -leaf - 1, items))
+    chex.assert_trees_all_equal(taken, before)
+
+
+@pytest.mark.parametrize("storage", [jrb.DeviceStorage, jrb.MemmapStorage, ViewStorage])
+def test_a_buffer_of_items_has_read_them(storage: Any) -> None:
+    def given() -> dict[str, np.ndarray]:
+        return {"x": aligned(2, 3 * N, 50), "r": aligned(2, 3 * N)}
+
+    jrb.from_items(given(), transforms=(Slow(),), storage=storage())  # compiles it
+    items = given()
+    pair = jrb.from_items(items, transforms=(Slow(),), storage=storage())
+    jax.tree.map(spoil, items)
+    chex.assert_trees_all_equal(jrb.items(*pair), given())

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import chex
 import h5py
 import jax
 import jax.numpy as jnp
@@ -341,7 +342,7 @@ def test_a_checkpoint_does_not_depend_on_the_branching(monkeypatch, tmp_path):
     paths = [tmp_path / layout for layout in ("native", "h5")]
     for path in paths:
         jrb.save(path, buffer, state, layout=path.name)
-        jax.tree.map(np.testing.assert_array_equal, jrb.load(path)[1], state)
+        chex.assert_trees_all_equal(jrb.load(path)[1], state)
     monkeypatch.setitem(sum_tree._BRANCHING, jax.default_backend(), 32)
     schema._blank.cache_clear()
     jax.clear_caches()

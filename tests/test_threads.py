@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,11 +40,7 @@ def items():
     return jax.tree.map(lambda *leaves: np.stack(leaves), *map(item, range(COUNT)))
 
 
-def equal(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_equal(np.asarray(a).dtype, b.dtype), found, expected
-    )
+equal = functools.partial(chex.assert_trees_all_equal, strict=True)
 
 
 def busy(number):

@@ -19,6 +19,14 @@ batch = methods.sample(state, jax.random.key(0))
 state = methods.update_priority(state, batch, batch.weights)
 mixed = jrb.jitted(jrb.Mix((buffer, buffer), (0.5, 0.5)))
 states, batch = mixed.draw((state, state), jax.random.key(0))
+sharded = jrb.Sharded(buffer, axis="data", shards=2)
+mix = jrb.Mix((buffer, buffer), (0.5, 0.5))
+reveal_type(jrb.load("a"))
+reveal_type(jrb.load("a", buffer, extra={"step": 0}))
+reveal_type(jrb.load("a", mix)[1])
+reveal_type(jrb.load("a", sharded, extra=0)[:2])
+reveal_type(jrb.load("a", {"x": buffer})[0])
+reveal_type(jrb.items(buffer, state, 3))
 batch.experience  # error: Sample has none
 jrb.NStep(gamma=0.9)  # error: nor has NStep
 jrb.from_gymnasium(None, 10, batchsize=4)  # error: no such option
@@ -41,7 +49,16 @@ def test_the_documented_loop_has_types_and_wrong_names_are_found(tmp_path):
     errors = [line for line in ran.stdout.splitlines() if " - error: " in line]
     assert len(errors) == 7, ran.stdout
     assert '"experience" for class "Sample"' in errors[0]
-    assert {line.split(":")[1] for line in errors} == {"11", "12", "13", "15", "16", "17"}
+    assert {line.split(":")[1] for line in errors} == {"19", "20", "21", "23", "24", "25"}
+    types = [line.split(" is ")[1] for line in ran.stdout.splitlines() if "Type of" in line]
+    assert types == [
+        '"tuple[ReplayBuffer, BufferState]"',
+        '"tuple[ReplayBuffer, BufferState, Any]"',
+        '"tuple[BufferState, ...]"',
+        '"tuple[Sharded, BufferState]"',
+        '"dict[str, ReplayBuffer]"',
+        '"Iterator[Any]"',
+    ]
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def fill(
     check_state(buffer, state)
     if on_host(buffer):
         return write(buffer, state, items, mask, cuts)
-    return _fill(buffer, state, items, mask, cuts)
+    return _fill(buffer, state, casting.copy_arrays(items), mask, cuts)
 
 
 _fill = jax.jit(steps.write, donate_argnums=1)
@@ -568,7 +568,8 @@ def edit(
 ) -> BufferState:
     """Sets leaves of held items to `values`, a dict by leaf name; `where=None` is all slots."""
     check_state(buffer, state)
-    if is_one_step(buffer, state, where, values):
+    arrays = None if buffer.storage.of_objects else values  # keys of dicts may have no order
+    if is_one_step(buffer, state, where, arrays):
         if not is_traced(state, where, values):
             warn_of_copies(buffer, state)
             where = _light(where)

@@ -183,8 +183,8 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
         if _odd_part(buffer, without_axes(axes), spec) is None:
             raise ValueError(
                 f"expected a state of one buffer, got one with the leading axes "
-                f"{kinds[0][0][:axes]} of many. Call the method under jax.vmap, or take one of "
-                "them."
+                f"{kinds[0][0][:axes]} of many. Call the method under jax.vmap, or take one: "
+                f"jax.tree.map(lambda leaf: leaf[{', '.join('0' * axes)}], state)."
             )
     name, got = odd, getattr(state, odd)
     part, owners = getattr(buffer, name, None), _owners(name, got)

@@ -9,10 +9,12 @@ import contextlib
 import errno
 import importlib.util
 import os
+import re
 import stat
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 from jrb._store.errors import DamagedError
 
@@ -23,6 +25,9 @@ hook: Callable[..., Any] | None = None
 # Do not follow links, do not pass files on to other programs, and do not wait for pipes.
 _PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+# A scheme has two letters or more, unlike a drive; `pathlib` makes one slash of two.
+_URL = re.compile(r"([a-z][\w+.:-]+):/+", re.IGNORECASE)
+_FILE_URL = re.compile(r"file:(/|//localhost/|///+)(?!/)", re.IGNORECASE)
 _IS_SUPPORTED = os.open in os.supports_dir_fd and importlib.util.find_spec("fcntl") is not None
 
 
@@ -47,13 +52,30 @@ def absolute(path: Any, name: str = "path") -> str:
     """Returns a user's path as an absolute one, with `~` as the home folder.
 
     Each path is made absolute when the user passes it, so that a later `chdir` changes nothing.
+    `file:///x` is `/x`; other URLs, which would become folders of such names here, are refused.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name}: expected a path, got {path!r}.")
     text = os.fsdecode(os.fspath(path))
-    if not text:
+    if not text or "\0" in text:
         raise ValueError(f"{name}: expected a path, got {path!r}.")
+    if url := _FILE_URL.match(text):
+        return os.path.abspath(f"/{unquote(text[url.end() :])}")
+    if url := _URL.match(text):
+        raise ValueError(
+            f"{name}: expected a path on this machine, got {text!r}. Write to a folder and copy "
+            f"it there yourself, or mount that place; a folder '{url[1]}:' is './{text}'."
+        )
     return os.path.abspath(os.path.expanduser(text))
+
+
+def check_links(path: str) -> None:
+    """Raises `FileNotFoundError` if a path leads through a link to a place that does not exist."""
+    while path != os.path.dirname(path):
+        if os.path.islink(path) and not os.path.exists(path):
+            text = f"expected no broken link, found one to {os.readlink(path)!r}, which is gone"
+            raise FileNotFoundError(errno.ENOENT, f"{text}; make that, or remove the link", path)
+        path = os.path.dirname(path)
 
 
 class Folder:
@@ -213,8 +235,11 @@ class Folder:
 
 
 def make_folder(path: str) -> None:
-    """Makes a folder, and its parents, if it does not exist."""
+    """Makes a folder, and its parents, if it does not exist; raises for files and broken links."""
     check_system(path)
+    check_links(path)
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise ValueError(f"{path}: expected a folder, or nothing, found a file. Move it away.")
     if not os.path.isdir(path):
         announce("mkdir", path)
         os.makedirs(path, exist_ok=True)

@@ -45,6 +45,7 @@ def create(
     the store. `room` is P, at least N; if `reserve`, disk space for P rows is allocated now.
     """
     if path is not None:
+        files.make_folder(path)
         return _create(os.path.realpath(path), columns, slots, room, reserve)
     files.check_system(tempfile.gettempdir())
     removal.discard_stale(tempfile.gettempdir(), _TEMPORARY)
@@ -64,9 +65,6 @@ def _create(path: str, columns: tuple[Column, ...], slots: int, room: int, reser
             f"{path}: expected nothing there, found a store that a state of this process is in. Go "
             "on with that state, or let go of it first."
         )
-    if os.path.lexists(path) and not os.path.isdir(path):
-        raise ValueError(f"{path}: expected nothing there, found a file.")
-    files.make_folder(path)
     folder = Folder(path)
     _check_names(folder)
     lock = Lock(folder)
@@ -156,6 +154,7 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int, parts: Iterable[
 
 def check_free(path: str, parts: Iterable[str] = ()) -> None:
     """Raises `ValueError` if files of other programs prevent a save to a path; writes nothing."""
+    files.check_links(path)
     if os.path.isdir(path):
         _check_names(Folder(path), parts)
     elif os.path.lexists(path):

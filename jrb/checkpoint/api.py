@@ -50,7 +50,7 @@ def save(
     encode: Hooks = None,
     items: bool = True,
     keep: int = 0,
-    layout: str = "native",
+    layout: str | None = None,
     compression: str | None = None,
 ) -> int:
     """Saves a buffer and its state.
@@ -64,8 +64,8 @@ def save(
     commit: rows are in their files already, and the time depends only on how many have changed.
 
     Args:
-        path: a folder, or with `layout="h5"` a file, that is new, empty, or a checkpoint. Files
-            of other programs are never overwritten.
+        path: a folder, or a file of HDF5, that is new, empty, or a checkpoint. Files of other
+            programs are never overwritten.
         buffer: a `ReplayBuffer`, `Mix` or `Sharded`; or several, as a dict by name or as a tuple,
             which are saved in one generation. For a `Sharded`, all processes make the same call
             with a folder that all of them see, and each saves its shards.
@@ -82,11 +82,13 @@ def save(
         items: False leaves out the items, which must then be passed to `load`; all else is small,
             and quickly saved.
         keep: the number of older generations that are kept; see `generations`.
-        layout: "native", or "h5": one file, a group for each trajectory.
+        layout: "native", a folder; or "h5": one file, a group for each trajectory. None for that
+            of the checkpoint at the path; where there is none, "h5" if the path ends in `.h5` or
+            `.hdf5`, and else "native".
         compression: a filter for the datasets in "h5", such as "gzip".
 
     Returns:
-        The number of the generation; 0 with `layout="h5"`.
+        The number of the generation; 0 for a file of HDF5.
 
     Raises:
         LockedError: another process or thread is saving there.
@@ -112,6 +114,7 @@ def save(
         (4, 9)
     """
     path, out = _settled(path), Outward(encode, items)
+    layout = ("h5" if _is_file(path) else "native") if layout is None else layout
     _check_options(layout, compression, keep, out)
     saved = saving.snapshot(buffer, state)
     if layout == "h5":
@@ -271,6 +274,8 @@ def save_async(
         As `save`; also the error of an earlier save to this path.
     """
     path, out = _settled(path), Outward(encode, items)
+    if _is_file(path):
+        raise ValueError(f"{path}: expected a folder, got a file of HDF5. jrb.save writes it.")
     _check_options("native", None, keep, out)
     saved = saving.snapshot(buffer, state, "save_async")
     copied = saving.extra_data(extra, copy=True)
@@ -328,33 +333,40 @@ class _Options(TypedDict, total=False):
     verify: bool
 
 
-D = TypeVar("D", bound=Mix | Sharded | dict[str, Any] | tuple[Any, ...])
+D = TypeVar("D", bound=dict[str, Any] | tuple[Any, ...])
 
 
+# Without a description, type checkers are told of a single buffer, as most checkpoints have one.
 @overload
 def load(
-    path: Path, buffer: ReplayBuffer, *, extra: None = None, **options: Unpack[_Options]
+    path: Path, buffer: ReplayBuffer | None = None, *, extra: None = None, **how: Unpack[_Options]
 ) -> tuple[ReplayBuffer, BufferState]: ...
 @overload
 def load(
-    path: Path, buffer: ReplayBuffer, *, extra: Item, **options: Unpack[_Options]
+    path: Path, buffer: ReplayBuffer | None = None, *, extra: Item, **how: Unpack[_Options]
 ) -> tuple[ReplayBuffer, BufferState, Any]: ...
 @overload
 def load(
-    path: Path, buffer: D, *, extra: None = None, **options: Unpack[_Options]
+    path: Path, buffer: Sharded, *, extra: None = None, **how: Unpack[_Options]
+) -> tuple[Sharded, BufferState]: ...
+@overload
+def load(
+    path: Path, buffer: Sharded, *, extra: Item, **how: Unpack[_Options]
+) -> tuple[Sharded, BufferState, Any]: ...
+@overload
+def load(
+    path: Path, buffer: Mix, *, extra: None = None, **how: Unpack[_Options]
+) -> tuple[Mix, tuple[BufferState, ...]]: ...
+@overload
+def load(
+    path: Path, buffer: Mix, *, extra: Item, **how: Unpack[_Options]
+) -> tuple[Mix, tuple[BufferState, ...], Any]: ...
+@overload
+def load(
+    path: Path, buffer: D, *, extra: None = None, **how: Unpack[_Options]
 ) -> tuple[D, Any]: ...
 @overload
-def load(
-    path: Path, buffer: D, *, extra: Item, **options: Unpack[_Options]
-) -> tuple[D, Any, Any]: ...
-@overload
-def load(
-    path: Path, buffer: None = None, *, extra: None = None, **options: Unpack[_Options]
-) -> tuple[Any, Any]: ...
-@overload
-def load(
-    path: Path, buffer: None = None, *, extra: Item, **options: Unpack[_Options]
-) -> tuple[Any, Any, Any]: ...
+def load(path: Path, buffer: D, *, extra: Item, **how: Unpack[_Options]) -> tuple[D, Any, Any]: ...
 @escaped_errors()
 def load(
     path: Path,
@@ -416,19 +428,19 @@ def load(
             `decode` or `items` is missing, or is given and not needed.
     """
     path = _settled(path)
-    if generation is not None:
-        checks.count("generation", generation)
     checks.flag("verify", verify)
     checks.flag("cast", cast)
     back = Inward(decode, items, verify, cast)
     read = functools.partial(load_generation, number=generation, extra=extra, back=back)
-    if os.path.isfile(path):
-        if any(given is not None for given in (generation, extra, decode, items)):
+    if _is_file(path):
+        if generation or any(given is not None for given in (extra, decode, items)):
             raise ValueError(
                 "generation, extra, decode, items: expected None for an HDF5 file, which holds but "
-                "one generation, and all of it as it is."
+                "generation 0, and all of it as it is."
             )
         read = functools.partial(_hdf5().load, cast=cast)
+    elif generation is not None:
+        checks.count("generation", generation)
     loaded, state, *besides = _read_as(read, path, buffer, example, device)
     if capacity is None and num_envs is ...:
         return loaded, state, *besides
@@ -501,37 +513,50 @@ def _settled(path: Path) -> str:
     return absolute
 
 
+def _is_file(path: str) -> bool:
+    """Returns True if a checkpoint at a path is a file of HDF5, or would be made as one."""
+    if os.path.isdir(path) or os.path.isfile(path):
+        return os.path.isfile(path)
+    return path.lower().endswith((".h5", ".hdf5"))
+
+
 # Facts.
 
 
 @escaped_errors()
 def generations(path: Path) -> list[int]:
-    """Returns the numbers of the generations that a checkpoint has, oldest first."""
-    return manifest.numbers(_settled(path))
+    """Returns the numbers of the generations that a checkpoint has, oldest first; 0 for HDF5."""
+    path = _settled(path)
+    return [_hdf5().metadata(path)["generation"]] if _is_file(path) else manifest.numbers(path)
 
 
 @escaped_errors()
 def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
-    """Returns the metadata of a checkpoint in a folder; its rows are not read.
+    """Returns the metadata of a checkpoint; its rows are not read.
 
     Args:
-        path: the path of the folder.
+        path: the path of a checkpoint, in either layout.
         generation: its number; None for the newest.
 
     Returns:
-        A dict for JSON: `generation`; `description`, as code; `time`, when it was saved, in UTC;
-        `versions` of libraries; `capacity`, `num_envs`, `size`; `writer`, where the next row goes;
-        `leaves` in rows, with dtype and shape; `nbytes`; `items`, "rows" if they were saved
-        unchanged, "encoded", "objects", or "apart" if they were left out; `encode`, the name of the
-        function; `extra`, the names of its leaves, None without any; and `parts`, such a dict for
+        A dict for JSON: `generation`, 0 for HDF5; `description`, as code; `time`, when it was
+        saved, in UTC; `versions` of libraries; `capacity`, `num_envs`, `size`; `writer`, where the
+        next row goes; `leaves` in rows, with dtype and shape; `nbytes`; `items`, "rows" if they
+        were saved unchanged, "encoded", "objects", or "apart" if left out; `encode`, the function's
+        name; `extra`, the names of its leaves, None without any; and `parts`, such a dict for
         each of several buffers, by name.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no such generation.
     """
+    path = _settled(path)
+    if _is_file(path):
+        if generation:
+            raise ValueError(f"generation: expected None for a file of HDF5, got {generation!r}.")
+        return _hdf5().metadata(path)
     if generation is not None:
         checks.count("generation", generation)
-    return manifest.metadata(_settled(path), generation)
+    return manifest.metadata(path, generation)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -558,5 +583,5 @@ def verify(path: Path, progress: Progress = no_progress) -> list[str]:
         FileNotFoundError: there is no checkpoint.
     """
     path = _settled(path)
-    check = _hdf5().verify if os.path.isfile(path) else manifest.damages
+    check = _hdf5().verify if _is_file(path) else manifest.damages
     return list(map(printable, check(path, progress)))

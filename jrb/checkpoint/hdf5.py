@@ -21,6 +21,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -73,6 +74,7 @@ def save(path: str, saved: AnySnapshot, compression: str | None) -> None:
             "layout: expected a writer of all environments together with layout='h5', got "
             f"{type(saved.buffer.writer).__name__}. Use layout='native'."
         )
+    files.check_links(path)
     if os.path.isdir(path):
         raise ValueError(f"{path}: expected a file with layout='h5', found a folder.")
     if os.path.lexists(path) and not is_own(path):
@@ -340,6 +342,33 @@ def _items(
         if leaf is None or (leaf.shape[2:], leaf.dtype) != (raw.shape, raw.dtype):
             raise DamagedError(f"{file.filename}: leaf '{name}': expected items like {raw}.")
     return [items[name] for name in raw_specs]
+
+
+def metadata(path: str) -> dict[str, Any]:
+    """Returns the metadata of a file; see `jrb.checkpoint.metadata`."""
+    os.stat(path)  # raises if there is nothing
+    if not is_own(path):
+        raise _not_ours(path)
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            about = _about(file)
+            facts, leaves, nbytes = about["facts"], {}, os.path.getsize(path)
+    except (OSError, KeyError, RuntimeError, IndexError) as error:
+        raise DamagedError(f"{path}: expected a checkpoint in HDF5, got {error!r}.") from error
+    for name, (dtype, shape) in _leaves_of(about["items"], "storage").items():
+        leaves[name] = f"{dtype}{[facts['capacity'], *shape]}"
+    blank = {"encode": None, "extra": None, "parts": {}, "items": "rows", "generation": 0}
+    return {"kind": about.get("kind"), "leaves": leaves, "nbytes": nbytes, **facts, **blank}
+
+
+def _leaves_of(node: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns dtypes and shapes of the leaves in a file's structure of items, by name."""
+    if "leaf" in node:
+        return {name: node["leaf"]}
+    entries = [*node.get("dict", ()), *node.get("fields", ())]
+    entries += enumerate(chain(*(node.get(kind, ()) for kind in ("list", "tuple", "leaves"))))
+    parts = (_leaves_of(inner, f"{name}/{key}") for key, inner in entries)
+    return dict(chain.from_iterable(part.items() for part in parts))
 
 
 def verify(path: str, progress: Progress = no_progress) -> list[str]:

@@ -30,7 +30,7 @@ def arrays_of(saved: Snapshot) -> dict[str, bytes]:
     """Returns the array, by its name, in which the objects of a state are saved."""
     buffer, slots = saved.buffer, external_items.in_order(saved.buffer, saved.state.writer)
     blobs = [b""] * buffer.capacity
-    values = buffer.storage.take(saved.stored, slots)
+    values = buffer.storage.stored(saved.stored, slots)
     for slot, value in zip(slots.tolist(), values, strict=True):
         where = f"the object in slot {slot}"
         try:

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import memory
+from jrb._store import files
 from jrb._util import wording
 from jrb._util.pytree import Leaf
 from jrb.checkpoint import api, saving
@@ -57,7 +58,7 @@ class BufferHandler(_Handler):
 
     def save(self, directory: Any, args: "BufferSave") -> None:
         """Writes the state, and returns when that is done."""
-        path = os.path.join(os.fspath(directory), FOLDER)
+        path = os.path.join(files.absolute(directory, "directory"), FOLDER)
         api.save_snapshot(path, saving.snapshot(args.buffer, args.state), 0)
 
     async def async_save(self, directory: Any, args: "BufferSave") -> list[Any]:
@@ -73,7 +74,7 @@ class BufferHandler(_Handler):
             return np.array(leaf) if memory.on_host(leaf) else np.asarray(leaf)
 
         copy = saving.snapshot(args.buffer, jax.tree.map(copied, args.state))
-        path = os.path.join(os.fspath(directory), FOLDER)
+        path = os.path.join(files.absolute(directory, "directory"), FOLDER)
 
         async def write() -> None:
             api.save_snapshot(path, copy, 0)
@@ -89,7 +90,7 @@ class BufferHandler(_Handler):
             ValueError: the checkpoint has another version, dtype, shape, structure or description.
         """
         how: Any = BufferRestore() if args is None else args
-        path = os.path.join(os.fspath(directory), FOLDER)
+        path = os.path.join(files.absolute(directory, "directory"), FOLDER)
         return api.load_generation(path, how.buffer, how.example, how.device)
 
 

@@ -1,5 +1,6 @@
 """The application of all commands, and the report of errors as one line."""
 
+import functools
 import importlib
 import importlib.util
 import pathlib
@@ -12,6 +13,7 @@ from jrb.cli import console, convert, inspect, sources, stats
 
 typer: Any = require("typer", "cli")
 _option = typer.Option
+_path = functools.partial(_option, callback=sources.user_path)
 
 _BENCHMARKS, _TRACEBACK, _INTERRUPTED = "jrb._benchmarks", "--traceback", 130
 _LARGEST = 2**31 - 1  # the largest integer of JAX
@@ -117,10 +119,10 @@ def bench(
         int | None, _option(help="number of rounds in which all programs run", min=1)
     ] = None,
     peers: Annotated[str | None, _option(help="such as flashbax,TorchRL; all if not given")] = None,
-    json: Annotated[str | None, _option(help="one file for all results")] = None,
+    json: Annotated[str | None, _path(help="one file for all results")] = None,
     plot: Annotated[bool, _option("--plot", help="draw pictures")] = False,
-    out: Annotated[str, _option(help="the folder of results")] = "jrb-bench",
-    folder: Annotated[str | None, _option(help="a folder on the disk to measure")] = None,
+    out: Annotated[str, _path(help="the folder of results")] = "jrb-bench",
+    folder: Annotated[str | None, _path(help="a folder on the disk to measure")] = None,
     show: Annotated[
         bool, _option("--list", help="list groups and peers, and measure none")
     ] = False,

@@ -54,6 +54,7 @@ def convert(
         bool,
         typer.Option("--x64", help="With native and h5: keep 64 bits, for JAX with x64."),
     ] = False,
+    state: sources.State = None,
 ) -> None:
     """Convert SOURCE to another format, at DEST."""
     if compression is not None and to != "h5":
@@ -62,9 +63,9 @@ def convert(
     _check_dest(source, dest, overwrite)
     enable_x64 = importlib.import_module("jrb.authoring").enable_x64
     with contextlib.nullcontext() if casts else enable_x64():
-        buffer, state, cast, lost = _load(source, to, casts)
+        buffer, chosen, cast, lost = _load(source, to, casts, state)
         with console.working(f"writing {dest}"):
-            _replace(source, dest, overwrite, (to, buffer, state, compression))
+            _replace(source, dest, overwrite, (to, buffer, chosen, compression))
     lost = f" It has no place for {lost}." if lost else ""
     lost += f" As jrb.load has no 64 bits: {', '.join(cast)}; --x64 keeps them." if cast else ""
     console.show(console.plain(f"{dest}: {to}, {bytes_text(disk(dest))}.{lost}"))
@@ -87,22 +88,24 @@ def _check_dest(source: str, dest: str, overwrite: bool) -> None:
         pass  # raises if other files would be lost, or another process writes
 
 
-def _load(source: str, to: str, casts: bool) -> tuple[Any, Any, list[str], str]:
+def _load(
+    source: str, to: str, casts: bool, number: str | None
+) -> tuple[Any, Any, list[str], str]:
     """Returns a buffer and its state, or a dataset and None for formats of episodes.
 
     Also returns texts on the leaves whose dtypes were converted, and on what the format lacks.
     """
     jrb: Any = importlib.import_module("jrb")
     if sources.kind_of(source) != sources.OTHER:
-        buffer, state = sources.buffer(source)
+        buffer, state = sources.buffer(source, number)
         single = isinstance(buffer, jrb.ReplayBuffer) and not state.edits.shape
         if to != "native" and not (single and not buffer.storage.of_objects):
             raise ValueError(
                 f"{source}: expected a single buffer of arrays with --to {to}, got several, "
-                "objects, or states under vmap. --to native takes them."
+                "objects, or states under vmap. --to native takes them, --state 0 a single state."
             )
         return buffer, state, [], _LOST.get(to, "")
-    dataset = sources.dataset(source)
+    dataset = sources.dataset(source, number)
     parts = {"the facts about episodes": dataset.facts, "the metadata": dataset.metadata}
     lost = " and ".join(name for name, part in parts.items() if part)
     if to in _EPISODES:
@@ -232,11 +235,12 @@ def copy(
             help="The path of the new store; jrb.load reads it.", callback=sources.user_path
         ),
     ],
+    state: sources.State = None,
 ) -> None:
     """Copy a dataset into memory-mapped files. Run it again to continue after an interruption."""
     jrb: Any = importlib.import_module("jrb")
     with importlib.import_module("jrb.authoring").enable_x64():
-        dataset = sources.dataset(source)
+        dataset = sources.dataset(source, state)
         sources.check_apart(source, dest)
         dataset.buffer(storage=jrb.MemmapStorage(dest), cast=False)
     console.show(console.plain(f"{dest} holds {dataset.transitions:,} transitions."))

@@ -46,6 +46,7 @@ def inspect(
             callback=sources.picture_path,
         ),
     ] = None,
+    state: sources.State = None,
 ) -> None:
     """Show the contents of PATH."""
     kind = sources.kind_of(path)
@@ -54,24 +55,25 @@ def inspect(
     else:
         report = _of_file(path) if kind == sources.FILE else _of_dataset(path)
     if plot is not None:
-        _plot(path, kind, plot)
+        _plot(path, kind, plot, state)
     if json:
         console.write_json(report)
     else:
         console.show(*_blocks(report))
 
 
-def _plot(path: str, kind: str, file: str) -> None:
+def _plot(path: str, kind: str, file: str, number: str | None) -> None:
     jrb: Any = importlib.import_module("jrb")
     with importlib.import_module("jrb.authoring").enable_x64():  # so that 64-bit items are plotted
         if kind == sources.OTHER:
             buffer, state = sources.dataset(path).buffer()
         else:
-            buffer, state = sources.buffer(path)
+            buffer, state = sources.buffer(path, number)
         if not isinstance(buffer, jrb.ReplayBuffer):
             raise ValueError(
                 f"{path}: expected a single buffer for --plot, got several. Name a part."
             )
+        state = importlib.import_module("jrb.read").one_state(path, state, None)
         jrb.plot.state(buffer, state).savefig(file, dpi=150)
 
 
@@ -174,14 +176,8 @@ def _of_dataset(path: str) -> Report:
 
 def _of_file(path: str) -> Report:
     """Returns the report of a checkpoint in one HDF5 file: that of a dataset, with more entries."""
-    report, h5py = _of_dataset(path), importlib.import_module("h5py")
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            about = json_.loads(file["jrb"][()].tobytes())
-            manifest.check(path, about, manifest.ABOUT_HDF5)
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise DamagedError(f"{path}: expected a checkpoint in HDF5, got {error!r}.") from error
-    facts = about.get("facts") or {}
+    report = _of_dataset(path)
+    facts = importlib.import_module("jrb.checkpoint").metadata(path)
     names = ("description", "size", "capacity", "num_envs")
     saved = {"generation": 0, "time": facts.get("time"), "size": facts.get("size"), "damage": None}
     entries = {"kind": "checkpoint in HDF5", "generations": [saved]}

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from jrb._store import files
 from jrb._util.wording import printable, require
 from jrb.checkpoint import manifest
 from jrb.cli import console
@@ -19,10 +20,13 @@ FOLDER, FILE, OTHER = "folder", "file", "other"
 
 
 def user_path(text: str | None) -> str | None:
-    """Returns a path with `~` expanded; serves as the callback of options that are paths."""
-    if text is not None and (not text or "\0" in text):
-        raise typer.BadParameter(f"expected a path, got {text!r}.")
-    return text and os.path.expanduser(text)
+    """Returns a local path with `~` expanded; serves as the callback of options that are paths."""
+    try:
+        path = None if text is None else files.absolute(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error).removeprefix("path: ")) from None
+    # Shown as it was given, unless it is a URL.
+    return path if text is None or text.lower().startswith("file:") else os.path.expanduser(text)
 
 
 def picture_path(text: str | None) -> str | None:
@@ -45,6 +49,11 @@ SOURCE: Any = typer.Argument(
     help="A checkpoint, a store, or a dataset of any kind.", callback=user_path
 )
 """The argument of commands that read a path."""
+
+State = Annotated[
+    str | None, typer.Option(help="The number of one of the states under vmap; 0,1 for two axes.")
+]
+"""The option of commands that read one of the states of a checkpoint."""
 
 _ERRORS = (OSError, ValueError, RuntimeError, KeyError)
 """The errors that reading a damaged file can raise."""
@@ -78,13 +87,20 @@ def kind_of(path: str) -> str:
         return OTHER
 
 
-def dataset(path: str) -> Any:
+def _index(state: str) -> tuple[int, ...]:
+    parts = state.split(",")
+    if not all(map(str.isdecimal, parts)):
+        raise typer.BadParameter(f"--state: expected a number, or such as 0,1, got {state!r}.")
+    return tuple(map(int, parts))
+
+
+def dataset(path: str, state: str | None = None) -> Any:
     """Returns the dataset at a path, of any format; raises `NotOursError` if none matches."""
     if kind_of(path) == FOLDER:
         manifest.metadata(path)  # raises if the checkpoint is damaged: no format would match it
     datasets = importlib.import_module("jrb.datasets")
     try:
-        return datasets.open(path)
+        return datasets.open(path, **({} if state is None else {"state": _index(state)}))
     except datasets.library.UnknownFormatError as error:
         raise NotOursError(
             f"{path}: expected a checkpoint, a store, or a dataset of a format that jrb knows, "
@@ -100,9 +116,12 @@ def check_apart(source: str, dest: str) -> None:
         raise ValueError(f"{dest}: expected a path apart from that of the source, got {source}.")
 
 
-def buffer(path: str) -> tuple[Any, Any]:
-    """Returns the saved buffer and state at a path."""
-    return importlib.import_module("jrb.checkpoint").load(path)
+def buffer(path: str, state: str | None = None) -> tuple[Any, Any]:
+    """Returns the saved buffer at a path, and its state, or the one that `state` selects."""
+    buffer, loaded = importlib.import_module("jrb.checkpoint").load(path)
+    if state is not None:
+        loaded = importlib.import_module("jrb.read").one_state(path, loaded, _index(state))
+    return buffer, loaded
 
 
 def verify(path: Annotated[str, SOURCE]) -> None:

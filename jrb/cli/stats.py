@@ -18,11 +18,12 @@ _ROWS = ("count", "min", "median", "mean", "max", "std")
 def stats(
     path: Annotated[str, sources.SOURCE],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    state: sources.State = None,
 ) -> None:
     """Show returns, lengths and rewards of the episodes at PATH."""
     sources.kind_of(path)  # raises if there is no such path
     with importlib.import_module("jrb.authoring").enable_x64():  # keeps 64-bit dtypes
-        dataset = sources.dataset(path)
+        dataset = sources.dataset(path, state)
         running = dataset.facts.get("running", np.zeros(len(dataset), bool))
         counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
         counts |= {"complete": int(dataset.complete.sum()), "running": int(running.sum())}

@@ -31,9 +31,9 @@ from jrb.authoring import (
     Folder,
     Lock,
     absolute_path,
-    check_system,
     checks,
     leaf_name,
+    make_folder,
     require,
     store_at,
 )
@@ -220,7 +220,7 @@ def root_of(root: str | os.PathLike[str] | None) -> str:
 def copy_of(dataset: Any, num_envs: int | None, root: str) -> tuple[str, bytes]:
     """Returns the path of a dataset's copy, and the 32-byte digest of its content."""
     note = os.path.join(root, ".known", _digest(dataset, num_envs).hex())
-    os.makedirs(os.path.dirname(note), exist_ok=True)
+    make_folder(os.path.dirname(note))
     content = b""
     with contextlib.suppress(FileNotFoundError), open(note, "rb") as file:
         content = file.read()
@@ -238,9 +238,9 @@ def copy_of(dataset: Any, num_envs: int | None, root: str) -> tuple[str, bytes]:
 def locked(path: str, wait: bool) -> Iterator[None]:
     """Locks a copy to make or remove it; if another process has the lock, waits or raises."""
     root, name = os.path.split(path)
-    check_system(path)
-    os.makedirs(os.path.join(root, ".locks"), exist_ok=True)
-    folder, is_warned = Folder(os.path.join(root, ".locks")), False
+    locks, is_warned = os.path.join(root, ".locks"), False
+    make_folder(locks)
+    folder = Folder(locks)
     while True:
         try:
             lock = Lock(folder, name)

@@ -56,7 +56,7 @@ def open(
     """
     checks.choice("final", final, ("keep", "drop"))
     if isinstance(source, str | os.PathLike):
-        name, source = os.fspath(source), os.fspath(source) and absolute_path(source, "source")
+        name, source = os.fspath(source), absolute_path(source, "source")
         if not os.path.exists(source):
             source = _minari_set(name, source)
         if not (os.path.isfile(source) or os.path.isdir(source)):
@@ -84,8 +84,8 @@ def _minari_set(name: Any, path: Any) -> str:
     """
     if not isinstance(name, str) or not _MINARI_ID.fullmatch(name):
         raise FileNotFoundError(f"{path}: no such file or directory.")
-    root = os.environ.get("MINARI_DATASETS_PATH") or os.path.expanduser("~/.minari/datasets")
-    found = os.path.join(os.path.abspath(root), name)
+    root = os.environ.get("MINARI_DATASETS_PATH") or "~/.minari/datasets"
+    found = os.path.join(absolute_path(root, "MINARI_DATASETS_PATH"), name)
     if not os.path.isdir(found):
         raise FileNotFoundError(
             f"{path}: no such file or directory, nor a Minari dataset at {found}. "

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jrb.authoring import Folder, absolute_path, check_system, checks, require
+from jrb.authoring import Folder, absolute_path, check_links, checks, make_folder, require
 
 
 def absent(path: str | os.PathLike[str]) -> str:
     """Returns the absolute form of a path; raises `ValueError` if the path exists."""
     target = absolute_path(path)
+    check_links(target)
     if os.path.lexists(target):
         raise ValueError(
             f"{target}: expected nothing there, found something. Remove it, or choose another path."
@@ -29,18 +30,18 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
     """
     target = absent(path)
     above, name = os.path.split(target)
-    check_system(target)
-    os.makedirs(above, exist_ok=True)
+    make_folder(above)
     folder, temporary = Folder(above), f".{name}.{secrets.token_hex(4)}.new"
     new = folder.path_of(temporary)
     try:
         yield new
-        for inner, _, names in os.walk(new):
-            for each in names:
-                _sync_file(os.path.join(inner, each))
+        folders = list(os.walk(new))  # none if it is a file
+        files = [os.path.join(inner, each) for inner, _, names in folders for each in names]
+        for path in files if folders else [new]:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        for inner, *_ in folders:
             Folder(inner).sync()
-        if os.path.isfile(new):
-            _sync_file(new)
         absent(target)  # another program may have created it meanwhile
         folder.replace(temporary, name)
         folder.sync()
@@ -48,11 +49,6 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
         shutil.rmtree(new, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(new)
-
-
-def _sync_file(path: str) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core.validate import check_outside_jit
-from jrb.authoring import Folder, absolute_path, check_system, checks, escaped_errors, tree_nbytes
+from jrb.authoring import (
+    Folder,
+    absolute_path,
+    check_links,
+    checks,
+    escaped_errors,
+    make_folder,
+    tree_nbytes,
+)
 from jrb.buffer import ReplayBuffer
 from jrb.interop.torchrl_files import ABOUT, DTYPES, FLAGS, file_name
 from jrb.layouts import flat, names
@@ -70,7 +78,9 @@ def write_torchrl(
             "write_torchrl(path, buffer, state)."
         )
     check_outside_jit("write_torchrl", state)
-    target = os.path.realpath(absolute_path(path))
+    target = absolute_path(path)
+    check_links(target)
+    target = os.path.realpath(target)
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
         raise ValueError(
             f"{target}: expected nothing there, or an empty folder, found something else. Write to "
@@ -83,8 +93,7 @@ def write_torchrl(
     if layout == "flat":
         (leaves, about), shape = _flat(leaves, shape, rows), ()
     parent = os.path.dirname(target)
-    check_system(target)
-    os.makedirs(parent, exist_ok=True)
+    make_folder(parent)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".jrb-") as temporary:
         folder = Folder(temporary)
         _write_tensors(folder, "dump/storage", names.nest(leaves), shape, about)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb.authoring import checks
+from jrb.authoring import casting, checks
 from jrb.buffer import ReplayBuffer
 from jrb.limits import SampleToInsert
 from jrb.remote import setup as setups
@@ -301,7 +301,7 @@ class Remote:
         else:  # a copy: the caller may change it before it is sent
             priorities = setups.numbers("update_priority: priorities", priorities)
         entry = sample.info["shard"], sample.indices, sample.stamp, sample.mask, priorities
-        self._late.append(entry)
+        self._late.append(casting.copy_arrays(entry))
         self._send_updates(all_of_them=False)
 
     def _send_updates(self, all_of_them: bool) -> None:

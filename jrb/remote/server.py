@@ -279,8 +279,8 @@ class Server:
         if self._path is None:
             return None
         self._ledger.held = self.size()
-        extra = self._ledger.saved()
-        self._generation = checkpoint.save(self._path, self._buffer, self._state, extra=extra)
+        options = {"extra": self._ledger.saved(), "layout": "native"}
+        self._generation = checkpoint.save(self._path, self._buffer, self._state, **options)
         self._unsaved = 0
         return self._generation
 

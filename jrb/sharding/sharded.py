@@ -19,6 +19,7 @@ from jrb.sharding import joint, mesh
 from jrb.sharding.mesh import Cut, Cuts, Layout
 from jrb.state import BufferState, Memory, Sample, check_origin, origin_of
 from jrb.types import Item, ShardedSampler
+from jrb.types.messages import Array, PRNGKey
 
 _run = explained(mesh.run)
 
@@ -187,8 +188,8 @@ class Sharded:
         self,
         state: BufferState,
         item: Item,
-        mask: jax.Array | None = None,
-        priorities: jax.Array | None = None,
+        mask: Array | None = None,
+        priorities: Array | None = None,
     ) -> Any:
         """Writes one timestep of all environments, leaves `[E, ...]`: see `ReplayBuffer.add`."""
         return self._write("add", 0, state, item, mask, priorities)
@@ -197,8 +198,8 @@ class Sharded:
         self,
         state: BufferState,
         items: Item,
-        mask: jax.Array | None = None,
-        priorities: jax.Array | None = None,
+        mask: Array | None = None,
+        priorities: Array | None = None,
     ) -> Any:
         """Writes T timesteps, leaves `[T, E, ...]`: see `ReplayBuffer.extend`."""
         return self._write("extend", 1, state, items, mask, priorities)
@@ -227,7 +228,7 @@ class Sharded:
     def sample(
         self,
         state: BufferState,
-        key: jax.Array,
+        key: PRNGKey,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
     ) -> Sample:
@@ -238,7 +239,7 @@ class Sharded:
     def draw(
         self,
         state: BufferState,
-        key: jax.Array,
+        key: PRNGKey,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
     ) -> tuple[Any, Sample]:
@@ -263,7 +264,7 @@ class Sharded:
     def _draw(
         self,
         state: BufferState,
-        key: jax.Array,
+        key: PRNGKey,
         batch_size: int | None,
         beta: jax.Array | float | None,
         quiet: bool = False,
@@ -290,7 +291,7 @@ class Sharded:
         return after if in_program else state.replace(sampler=after), batch
 
     def update_priority(
-        self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
+        self, state: BufferState, sample_or_indices: Sample | Array, priorities: Array
     ) -> Any:
         """Sets priorities `[B]` for a `Sample`; or `[S, K]` for slots of each shard, int32.
 
@@ -305,7 +306,7 @@ class Sharded:
         """Sets the exponent of the priorities: see `ReplayBuffer.set_alpha`."""
         return self._call("set_alpha", state, (checks.number("alpha", alpha), None))
 
-    def truncate(self, state: BufferState, mask: jax.Array | None = None) -> Any:
+    def truncate(self, state: BufferState, mask: Array | None = None) -> Any:
         """Ends episodes of environments, bool `[E]` or `[]`: see `ReplayBuffer.truncate`."""
         return self._call("truncate", state, (mask, _axis_of_mask(mask, 0)))
 
@@ -547,7 +548,7 @@ def _unpickled(buffer: ReplayBuffer, shards: int, named: Any, axis: str) -> Shar
     return Sharded(buffer, shards, jax.sharding.Mesh(chosen, names, axis_types=types), axis)
 
 
-def _axis_of_mask(mask: jax.Array | None, axis: int) -> Cut:
+def _axis_of_mask(mask: Array | None, axis: int) -> Cut:
     """Returns the axis of environments of a mask, which is cut; None if it has none."""
     return axis if mask is not None and np.ndim(mask) > axis else None
 

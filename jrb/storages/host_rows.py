@@ -80,7 +80,7 @@ class HostRows(abc.ABC):
 
     @abc.abstractmethod
     def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
-        """Returns leaf number `leaf` at slots `[B]` as bytes, uint8 `[B, width]`.
+        """Returns leaf number `leaf` at slots `[B]` as bytes, uint8 `[B, width]`, never a view.
 
         Raises `StaleError` if a row there was overwritten after this version.
         """
@@ -236,7 +236,8 @@ class PlainRows(HostRows):
         # A row that was written after the reader's version holds another item by now.
         if (self._written[slots] > number(version)).any():
             raise _stale("whose rows are still there, got one of which something was overwritten")
-        return bytes_of(self.read_rows(leaf, slots), len(slots))
+        # A copy: a subclass may return a view of rows that it overwrites later.
+        return bytes_of(np.array(self.read_rows(leaf, slots)), len(slots))
 
     def check_newest(self, version: Version) -> None:
         """See `HostRows.check_newest`."""

@@ -1,5 +1,6 @@
 """A storage of Python objects on the host."""
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,6 +14,9 @@ from jrb._store.errors import StaleError
 from jrb._util import pytree
 from jrb.ring import Ring
 from jrb.types import Context, HostState, HostStorage, Item, SlotsForLeaf, WritePlan
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, object})
+"""The types whose objects cannot be changed; of a bare `object()`, only its identity counts."""
 
 
 class Shelf:
@@ -41,12 +45,21 @@ class Objects(HostState):
 
 @pytree.component
 class ListStorage(HostStorage):
-    """Keeps any Python object as it is, in a list: strings, None, dicts of different shapes.
+    """Keeps Python objects of any kind, in a list: strings, None, dicts of different shapes.
 
     It works only outside `jit`; sampler, writer and priorities stay on the device. An item is one
     object; `extend` takes a sequence of T objects or, with `num_envs`, of T sequences of E. All
     states share their objects: an older state can neither be written to nor draw objects that were
-    overwritten since. The unit must be `jrb.Transition()`. `jrb.save` takes None, numbers, strings,
+    overwritten since.
+
+    Objects are copied when they are written, and again when they are read: the caller may change
+    those that were given and those that were returned, with all arrays, lists and attributes in
+    them. Copies are those of `copy.deepcopy`, but that arrays of JAX, which cannot be changed, and
+    keys of dicts are not copied; such an array must not be donated. An object that refers to an
+    environment or a model copies this too. A class whose objects never change may have a method
+    `__deepcopy__` that returns `self`: they are then shared.
+
+    The unit must be `jrb.Transition()`. `jrb.save` takes None, numbers, strings,
     bytes, arrays, and lists, tuples and dicts with str keys of these, and needs the extra
     `objects`. Arrays are loaded as they were, NumPy's or JAX's; an object in several slots becomes
     several.
@@ -97,12 +110,13 @@ class ListStorage(HostStorage):
                 "ListStorage: expected the newest state, got one that has been written to before. "
                 "States share their objects: go on with the state that the last write returned."
             )
+        objects = (item for row in items for item in row)
+        pairs = zip(slots.reshape(-1).tolist(), objects, strict=True)
+        copies = {slot: _copy_item(item) for slot, item in pairs if slot < len(shelf.objects)}
         shelf.writes += 1
-        objects = [item for row in items for item in row]
-        for item, slot in zip(objects, slots.reshape(-1).tolist(), strict=True):
-            if slot < len(shelf.objects):
-                shelf.written[slot] = shelf.writes  # first: a thread that reads checks it last
-                shelf.objects[slot] = item
+        for slot, item in copies.items():
+            shelf.written[slot] = shelf.writes  # first: a thread that reads checks it last
+            shelf.objects[slot] = item
         return Objects(shelf=shelf, version=shelf.writes)
 
     def put_values(
@@ -116,7 +130,11 @@ class ListStorage(HostStorage):
         return self.take(state, np.asarray(slots))
 
     def take(self, state: Objects, slots: np.ndarray) -> list[Any]:
-        """Returns the objects at slots of any shape."""
+        """Returns copies of the objects at slots of any shape."""
+        return list(map(_copy_item, self.stored(state, slots)))
+
+    def stored(self, state: Objects, slots: np.ndarray) -> list[Any]:
+        """Returns the objects themselves at slots of any shape, which must not be changed."""
         shelf, slots = state.shelf, slots.reshape(-1)
         objects = list(map(shelf.objects.__getitem__, slots.tolist()))
         # Checked after the objects were read, so that a write in between is noticed.
@@ -142,3 +160,37 @@ class ListStorage(HostStorage):
     def read(self, context: Context, state: Objects, where: SlotsForLeaf) -> Item:
         """Raises TypeError, as `jit` returns no objects."""
         raise refusal()
+
+
+def _copy_item(item: Any) -> Any:
+    try:
+        return _copy_part(item, {})
+    except Exception as error:  # whatever the object's class raises
+        raise TypeError(
+            f"ListStorage: expected an object that copy.deepcopy can copy, got "
+            f"{type(item).__name__} ({type(error).__name__}: {error}). Store what it holds; or, if "
+            "it never changes, give its class a method __deepcopy__ that returns self."
+        ) from error
+
+
+def _copy_part(value: Any, copies: dict[int, Any]) -> Any:
+    """Returns a copy of a value; `copies` has those of its parts so far, as for `copy.deepcopy`."""
+    kind = type(value)
+    if id(value) in copies:
+        return copies[id(value)]
+    if kind in _ATOMS or isinstance(value, jax.Array | np.number | np.bool_):
+        return value
+    # By hand, as most items are dicts of arrays: a third of the time of `deepcopy`.
+    if kind is dict or kind is list:
+        copied: Any = kind()
+        copies[id(value)] = copied
+        if kind is list:
+            copied.extend(_copy_part(entry, copies) for entry in value)
+        else:
+            copied.update((key, _copy_part(entry, copies)) for key, entry in value.items())
+        return copied
+    if kind is not np.ndarray:
+        # `deepcopy` would copy arrays of JAX, in 60 us each, unless it finds them among the copies.
+        leaves = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, dict))
+        copies |= {id(leaf): leaf for leaf in leaves if isinstance(leaf, jax.Array)}
+    return copy.deepcopy(value, copies)

@@ -5,10 +5,11 @@ N capacity, E environments, B batch, T time.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jrb._util import pytree
@@ -20,6 +21,11 @@ from jrb.ring import Clock, Occupancy, Ring
 class MissingMethodError(TypeError):
     """Raised if a call needs a method of a part that has no possible default."""
 
+
+if TYPE_CHECKING:
+    from chex import Array, PRNGKey
+else:  # chex has these for type checkers only: to import it takes 0.3 s
+    Array, PRNGKey = jax.Array | np.ndarray, jax.Array
 
 Item = Any
 """A pytree of arrays in the structure of the user's transitions."""

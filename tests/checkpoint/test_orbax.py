@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +83,7 @@ def test_a_buffer_beside_parameters(tmp_path, background):
         manager.save(3, args=save_args(state))
         manager.wait_until_finished()
         restored = manager.restore(3, args=restore_args(buffer=BUFFER))
-    jax.tree.map(np.testing.assert_array_equal, restored.params, PARAMS)
+    chex.assert_trees_all_equal(restored.params, PARAMS)
     buffer, back = restored.buffer
     assert buffer == BUFFER
     assert_same(back, state)

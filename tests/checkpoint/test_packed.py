@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,9 +54,9 @@ def test_leaves_come_together_that_lie_in_files_of_their_own(layout, batch, tmp_
     assert file.name == "a+2.bin"
     apart(str(tmp_path / "x"), str(tmp_path / "y"))
     assert len(list((tmp_path / "y" / "rows" / "storage").iterdir())) == 3
-    jax.tree.map(np.testing.assert_array_equal, jrb.load(tmp_path / "y")[1], state)
+    chex.assert_trees_all_equal(jrb.load(tmp_path / "y")[1], state)
     jrb.save(tmp_path / "y", buffer, state)
-    jax.tree.map(np.testing.assert_array_equal, jrb.load(tmp_path / "y")[1], state)
+    chex.assert_trees_all_equal(jrb.load(tmp_path / "y")[1], state)
 
 
 LARGE = jnp.zeros(300)
@@ -76,7 +77,7 @@ def test_leaves_whose_names_are_alike_as_files_are_kept_apart(item, tmp_path):
     state = buffer.extend(buffer.init(item), rows)
     jrb.save(tmp_path, buffer, state)
     assert jrb.checkpoint.verify(tmp_path) == []
-    jax.tree.map(np.testing.assert_array_equal, jrb.load(tmp_path)[1], state)
+    chex.assert_trees_all_equal(jrb.load(tmp_path)[1], state)
 
 
 def test_damage_names_all_leaves_of_a_file(tmp_path):
@@ -124,4 +125,4 @@ def test_a_storage_of_ones_own_is_saved_as_it_lies(tmp_path):
     jrb.save(tmp_path / "x", buffer, state)
     loaded = jrb.load(tmp_path / "x", buffer)[1]
     assert jax.tree.structure(loaded) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, loaded, state)
+    chex.assert_trees_all_equal(loaded, state)

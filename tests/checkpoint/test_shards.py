@@ -4,6 +4,7 @@ import os
 import shutil
 import threading
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,12 +51,6 @@ def filled(sharded, length=9, seed=0):
     return sharded.extend(sharded.init(EXAMPLE), rows(rng, length, E), priorities=given)
 
 
-def assert_same(one, other):
-    names = jax.tree_util.tree_leaves_with_path(one)
-    for (path, got), want in zip(names, jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
-
-
 @pytest.mark.parametrize("devices", [4, 2])
 def test_what_was_saved_on_some_devices_goes_on_bit_for_bit_on_others(devices, tmp_path):
     sharded = jrb.Sharded(BUFFER, S, mesh_of(devices))
@@ -69,18 +64,18 @@ def test_what_was_saved_on_some_devices_goes_on_bit_for_bit_on_others(devices, t
         found, there, besides = jrb.load(tmp_path / "set", device=mesh, extra=extra)
         assert found == jrb.Sharded(BUFFER, S, mesh)
         assert besides["step"] == 7
-        assert_same(jax.device_get(there), jax.device_get(state))
+        chex.assert_trees_all_equal(jax.device_get(there), jax.device_get(state))
         if mesh is not None:
             spec = NamedSharding(mesh, PartitionSpec("data"))
             assert {leaf.sharding for leaf in jax.tree.leaves(there)} == {spec}
         told = found.draw(there, key), sharded.draw(state, key)
-        assert_same(*jax.device_get(told))
+        chex.assert_trees_all_equal(*jax.device_get(told))
     assert checkpoint.verify(tmp_path / "set") == []
     told = checkpoint.metadata(tmp_path / "set")
     assert (told["kind"], list(told["parts"])) == ("sharded", ["0", "1", "2", "3"])
     part, one = jrb.load(tmp_path / "set" / "2")  # each part is an ordinary checkpoint
     assert part == sharded.part
-    assert_same(one, jax.tree.map(lambda leaf: np.asarray(leaf)[2], state))
+    chex.assert_trees_all_equal(one, jax.tree.map(lambda leaf: np.asarray(leaf)[2], state))
 
 
 def test_a_description_that_is_given_says_the_mesh_and_what_is_drawn(tmp_path):
@@ -92,7 +87,7 @@ def test_a_description_that_is_given_says_the_mesh_and_what_is_drawn(tmp_path):
     wider = jrb.ReplayBuffer(**{**vars(BUFFER), "batch_size": 2 * B})
     found, there = jrb.load(tmp_path, jrb.Sharded(wider, S, mesh_of(2)), generation=1)
     assert (found.batch_size, found.mesh) == (2 * B, mesh_of(2))
-    assert_same(jax.device_get(there), jax.device_get(state))
+    chex.assert_trees_all_equal(jax.device_get(there), jax.device_get(state))
     with pytest.raises(TypeError, match=r"device: expected a mesh for a checkpoint of shards"):
         jrb.load(tmp_path, device=jax.devices()[0])
 
@@ -106,8 +101,8 @@ def test_a_mix_of_shards_goes_on_on_other_devices(tmp_path):
     for given, device in ((None, None), (make(mesh_of(2)), None), (None, mesh_of(2)), (mix, None)):
         found, there = jrb.load(tmp_path, given, device=device)
         assert found == (given or make(device))
-        assert_same(jax.device_get(there), jax.device_get(states))
-        assert_same(jax.device_get(found.sample(there, key)), want)
+        chex.assert_trees_all_equal(jax.device_get(there), jax.device_get(states))
+        chex.assert_trees_all_equal(jax.device_get(found.sample(there, key)), want)
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -119,12 +114,12 @@ def test_other_shards_are_made_of_those_that_were_saved(count, tmp_path):
     found, there, extra = jrb.load(tmp_path, wanted, extra={"step": 0})
     assert (found, extra) == (wanted, {"step": 3})
     want = jrb.rebuild(sharded, state, wanted)
-    assert_same(jax.device_get(there), jax.device_get(want))
+    chex.assert_trees_all_equal(jax.device_get(there), jax.device_get(want))
     one, alone = jrb.load(tmp_path, BUFFER)
     assert one == BUFFER
     jrb.save(tmp_path / "one", BUFFER, alone)
     found, there = jrb.load(tmp_path / "one", wanted)
-    assert_same(jax.device_get(there.storage), jax.device_get(want.storage))
+    chex.assert_trees_all_equal(jax.device_get(there.storage), jax.device_get(want.storage))
 
 
 def test_in_the_background_and_with_functions_over_items(tmp_path):
@@ -135,7 +130,7 @@ def test_in_the_background_and_with_functions_over_items(tmp_path):
     jax.jit(sharded.empty, donate_argnums=0)(state)
     save.wait()
     _, there = jrb.load(tmp_path, decode=_doubled, device=mesh_of(4))
-    assert_same(jax.device_get(there), want)
+    chex.assert_trees_all_equal(jax.device_get(there), want)
 
 
 def _halved(items):
@@ -262,7 +257,7 @@ def there(path, sharded, states):
     """Returns the step of the saved state, after a check of all its leaves."""
     assert checkpoint.verify(path) == []
     _, state, extra = jrb.load(path, extra={"step": 0})
-    assert_same(jax.device_get(state), jax.device_get(states[extra["step"]]))
+    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(states[extra["step"]]))
     return extra["step"]
 
 
@@ -366,7 +361,7 @@ def test_large_leaves_of_another_device_are_saved_where_they_lie(tmp_path, monke
     seams.keep_on_device(monkeypatch)
     jrb.save(tmp_path, sharded, state)
     monkeypatch.undo()
-    assert_same(jax.device_get(jrb.load(tmp_path)[1]), jax.device_get(state))
+    chex.assert_trees_all_equal(jax.device_get(jrb.load(tmp_path)[1]), jax.device_get(state))
 
 
 def test_an_option_that_a_part_did_not_have_is_its_default():

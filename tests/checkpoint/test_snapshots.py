@@ -1,8 +1,8 @@
 """Saves check a state before they write anything, and accept states under two vmaps."""
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jrb
@@ -43,4 +43,4 @@ def test_several_axes_are_told_from_items(tmp_path):
     init = lambda _: buffer.init(ITEM)
     state = jax.vmap(jax.vmap(init))(jnp.zeros((2, 3)))
     jrb.save(tmp_path / "x", buffer, state)
-    jax.tree.map(np.testing.assert_array_equal, jrb.load(tmp_path / "x")[1], state)
+    chex.assert_trees_all_equal(jrb.load(tmp_path / "x")[1], state)

@@ -46,6 +46,11 @@ def filled(storage=None, **parts):
     return buffer, buffer.update_priority(state, sample, jnp.arange(1.0, 5.0))
 
 
+def scaled(items, scale):
+    """Returns items with other rewards."""
+    return {"next": {"reward": items["next"]["reward"] * scale}}
+
+
 def make(kind, folder):
     """The path of something of a kind, below a folder."""
     path = str(folder / kind)
@@ -54,6 +59,10 @@ def make(kind, folder):
     elif kind == "several":
         buffer, state = filled()
         jrb.save(path, {"a": buffer, "b/c": buffer}, {"a": state, "b/c": state})
+    elif kind == "vmap":
+        buffer, state = filled()
+        states = jax.vmap(lambda scale: buffer.map(state, lambda it: scaled(it, scale)))
+        jrb.save(path, buffer, states(jnp.array([1.0, 10.0, 100.0])))
     elif kind == "h5":
         jrb.save(path, *filled(), layout="h5")
     elif kind == "torchrl":

@@ -3,10 +3,12 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 
+import chex
 import h5py
 import jax
 import numpy as np
@@ -236,10 +238,6 @@ def test_stats_leave_out_what_is_not_finite():
     assert stats.bars([]) == ""
 
 
-def same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["native", "h5", "torchrl", "torchrl-flat"])
 @pytest.mark.parametrize("kind", ["native", "store", "h5", "d4rl"])
@@ -253,17 +251,17 @@ def test_convert_goes_there_and_back_exactly(kind, to, tmp_path, capsys):
         want["next"]["truncated"][-1] = want["next"]["done"][-1] = True
     if to in ("native", "h5"):
         buffer, state = jrb.load(dest)
-        same(jrb.items(buffer, state), want)
+        chex.assert_trees_all_equal(jrb.items(buffer, state), want)
         if kind != "d4rl":
             again, old = paths.filled()
-            same(buffer.priorities(state), again.priorities(old))
+            chex.assert_trees_all_equal(buffer.priorities(state), again.priorities(old))
             draw = lambda one, held: one.sample(held, jax.random.key(3)).indices
-            same(draw(buffer, state), draw(again, old))
+            chex.assert_trees_all_equal(draw(buffer, state), draw(again, old))
     else:
         found_items = jrb.checkpoint.read_torchrl(dest).items
         if to == "torchrl-flat":  # which has flags and rewards at the root too
             found_items = {name: found_items[name] for name in want}
-        same(found_items, want)
+        chex.assert_trees_all_equal(found_items, want)
     assert call(capsys, "verify", dest)[0] == 0
 
 
@@ -279,9 +277,9 @@ def test_convert_writes_datasets(kind, to, tmp_path, capsys):
     want = paths.stream()
     rows = sum(LENGTHS) if kind == "recorded" else len(want["action"])
     found_rows = [np.concatenate([each[name] for each in dataset]) for name in ("action",)]
-    same(found_rows[0].reshape(-1), want["action"][:rows])
+    chex.assert_trees_all_equal(found_rows[0].reshape(-1), want["action"][:rows])
     seen = np.concatenate([each["observation"] for each in dataset])
-    same(seen, want["observation"][:rows])
+    chex.assert_trees_all_equal(seen, want["observation"][:rows])
 
 
 @pytest.mark.parametrize("to", ["native", "h5"])
@@ -354,6 +352,51 @@ def test_wrong_calls_are_told_in_a_line(options, words, tmp_path, capsys):
     assert words in err
     assert len(err.splitlines()) == 1
     assert not os.listdir(tmp_path)
+
+
+def test_one_of_the_states_under_vmap_is_chosen_by_its_number(tmp_path, capsys):
+    path, dest = make("vmap", tmp_path), tmp_path / "dest"
+    returns = lambda *words: json.loads(call(capsys, "stats", *words, "--json")[1])["returns"]
+    assert returns(path, "--state", 2)["max"] == 100 * returns(path, "--state", 0)["max"] > 0
+    assert jrb.datasets.open(path, state=1).returns().max() == returns(path, "--state", 1)["max"]
+    for to in ("h5", "native", "torchrl", "d4rl", "parquet"):
+        words = ("convert", path, f"{dest}-{to}", "--to", to, "--state", 1)
+        assert call(capsys, *words)[0] == 0, to
+    for to in ("h5", "native", "d4rl"):
+        assert returns(f"{dest}-{to}")["max"] == returns(path, "--state", 1)["max"]
+    assert call(capsys, "data", "copy", path, f"{dest}-copy", "--state", 1)[0] == 0
+    assert returns(f"{dest}-copy")["max"] == returns(path, "--state", 1)["max"]
+    assert call(capsys, "inspect", path, "--plot", tmp_path / "a.png", "--state", 2)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["stats"], r"expected one of the states under vmap, of shape \(3,\), got none.*--state 0"),
+        (["stats", "--state", "3"], r"of shape \(3,\), got 3.*--state 0"),
+        (["stats", "--state", "0,1"], r"of shape \(3,\), got 0,1"),
+        (["stats", "--state", "-1"], r"expected a number, or such as 0,1, got '-1'"),
+        (["inspect", "--plot", "{folder}/a.png"], "--state 0"),
+        (["convert", "{folder}/dest", "--to", "d4rl"], "--state 0"),
+        (["data", "copy", "{folder}/dest"], "--state 0"),
+    ],
+)
+def test_states_under_vmap_need_a_number(words, error, tmp_path, capsys):
+    path = make("vmap", tmp_path)
+    at = 2 if words[0] == "data" else 1
+    words = [word.format(folder=tmp_path) for word in [*words[:at], path, *words[at:]]]
+    status, out, err = call(capsys, *words)
+    assert status in (1, 2) and out == "" and "jax.vmap" not in err
+    assert re.search(error, err) and len(err.splitlines()) == 1
+    assert os.listdir(tmp_path) == ["vmap"]
+
+
+def test_a_single_state_has_no_number(tmp_path, capsys):
+    for kind in ("native", "several"):
+        status, _, err = call(
+            capsys, "convert", make(kind, tmp_path), tmp_path / "a", "--to", "native", "--state", 0
+        )
+        assert status == 1 and "expected no number of a state, got 0" in err
 
 
 def test_compression_goes_to_hdf5(tmp_path, capsys):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 
+import chex
 import flashbax
 import jax
 import jax.numpy as jnp
@@ -74,10 +75,6 @@ MAKERS = {
 }
 
 
-def equal(ours, theirs):
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_states_have_the_fields_of_flashbax(name):
     make, axes = MAKERS[name]
@@ -91,7 +88,7 @@ def test_states_have_the_fields_of_flashbax(name):
         assert int(state.current_index) == int(theirs.current_index)
         assert bool(mine.can_sample(state)) == bool(other.can_sample(theirs))
         if theirs.is_full:
-            equal(state.experience, theirs.experience)
+            chex.assert_trees_all_equal(state.experience, theirs.experience)
         if "prioritised" in name:
             assert int(state.running_index) == int(theirs.running_index)
             np.testing.assert_allclose(
@@ -213,7 +210,7 @@ def test_a_state_can_be_made_of_arrays():
     for number in range(3):
         state = buffer.add(state, batch_of(number, ENVS, 5))
     again = fbx.TrajectoryBufferState(state.experience, state.current_index, state.is_full)
-    equal(again.experience, state.experience)
+    chex.assert_trees_all_equal(again.experience, state.experience)
     assert int(again.current_index) == int(state.current_index)
     assert bool(buffer.can_sample(again))
     both = [buffer.sample(one, jax.random.key(0)) for one in (state, again)]

@@ -1,5 +1,6 @@
 """Datasets as buffers: exact, in files, resumed after a crash, made only once."""
 
+import functools
 import gc
 import logging
 import multiprocessing
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 
+import chex
 import h5py
 import jax
 import numpy as np
@@ -52,11 +54,7 @@ def whole(dataset):
     return jax.tree.map(keep, steps)
 
 
-def same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for got, want in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert got.dtype == want.dtype
-        np.testing.assert_array_equal(got, want)
+same = functools.partial(chex.assert_trees_all_equal, strict=True)
 
 
 def storages(tmp_path):

@@ -3,6 +3,7 @@
 import functools
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,7 +155,7 @@ def test_the_items_outlive_a_donated_state():
     before = jax.tree.map(np.array, dump.items)
     with jax.numpy_dtype_promotion("standard"):
         jax.block_until_ready(jax.jit(buffer.add, donate_argnums=0)(state, steps(50, 6, 2)))
-    jax.tree.map(np.testing.assert_array_equal, dump.items, before)
+    chex.assert_trees_all_equal(dump.items, before)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +349,7 @@ def test_a_vault_is_read_in_order_of_time(vault, capsys):
     assert capsys.readouterr().out == ""
     assert dump.info == {"cursor": 10, "full": False, "num_envs": 2, "capacity": 20}
     expected = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), steps(0, 10, 2))
-    jax.tree.map(np.testing.assert_array_equal, dump.items, expected)
+    chex.assert_trees_all_equal(dump.items, expected)
     assert jax.tree.map(lambda leaf: leaf.dtype, dump.items) == jax.tree.map(
         lambda leaf: leaf.dtype, expected
     )

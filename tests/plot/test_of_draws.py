@@ -1,5 +1,6 @@
 """The picture of draws, compared with their expectation."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import matplotlib.figure
@@ -84,7 +85,7 @@ def test_samplers_that_consume_have_no_expectation_and_keep_their_state(sampler)
     before = jax.tree.map(np.asarray, state.sampler)
     figure = jrb.plot.draws(buffer, state, KEY, 20)
     pictures.check(figure)
-    jax.tree.map(np.testing.assert_array_equal, before, state.sampler)
+    chex.assert_trees_all_equal(before, state.sampler)
     assert pictures.titles(figure) == ["20 draws of 20 anchors, none more than 1 time"]
     assert "there is no expectation" in " ".join(pictures.words(figure))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
 import matplotlib.collections as collections
@@ -59,7 +60,7 @@ def test_every_kind_of_buffer_has_a_picture_that_can_be_read(kind, length):
     before = jax.tree.map(np.asarray, state.sampler)
     figure = jrb.plot.state(buffer, state)
     pictures.check(figure)
-    jax.tree.map(np.testing.assert_array_equal, before, state.sampler)
+    chex.assert_trees_all_equal(before, state.sampler)
     said, size = pictures.titles(figure), int(buffer.size(state))
     if not size:
         assert "The buffer is empty" in pictures.words(figure)

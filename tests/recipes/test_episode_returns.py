@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -184,4 +185,4 @@ def test_it_is_saved_with_the_buffer(tmp_path):
     key = jax.random.key(0)
     leaf = again.sample(restored, key).data["episode"]
     want = episode_returns.look_up(table, buffer.sample(state, key).data["episode"])
-    jax.tree.map(np.testing.assert_array_equal, episode_returns.look_up(extra, leaf), want)
+    chex.assert_trees_all_equal(episode_returns.look_up(extra, leaf), want)

@@ -1,5 +1,6 @@
 """The buffer for Stable-Baselines3 stores what its own buffer stores, and its models learn."""
 
+import chex
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -206,7 +207,7 @@ def test_soft_actor_critic_with_normalized_environments(tmp_path):
     one.save_replay_buffer(tmp_path / "pickled")
     one.load_replay_buffer(tmp_path / "pickled")
     again = one.replay_buffer
-    jax.tree.map(np.testing.assert_array_equal, again.state, replay.state)
+    chex.assert_trees_all_equal(again.state, replay.state)
     jrb.save(tmp_path / "saved", replay.buffer, replay.state)
     buffer, state = jrb.load(tmp_path / "saved")
     assert int(buffer.size(state)) == 300

@@ -2,6 +2,7 @@
 
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,7 +103,7 @@ def test_team_returns_of_whole_episodes_in_which_agents_die():
         total = sum(each.sum() for each in want["next"]["reward"].values())
         assert team[number].sum() == total
         got = jax.tree.map(lambda leaf: leaf[number, :length], batch.data)  # noqa: B023
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+        chex.assert_trees_all_equal(got, want)
     assert len(lengths) > 2
 
 

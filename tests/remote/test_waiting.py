@@ -129,6 +129,18 @@ def test_priorities_are_sent_as_they_were_given_though_a_wait_was_interrupted(le
     assert [new.tolist() for new in sent] == [[1, 2], [3, 4]]
 
 
+def test_a_sample_of_numpy_arrays_may_be_changed_before_its_priorities_are_sent(learner):
+    remote, sample, _ = learner
+    slots = []
+    remote._servers[0].update.remote = lambda *given: slots.append(given[0].tolist())
+    remote.update_priority(sample, Computed([1, 2]))
+    sample.indices[:] = 7  # the array of this actor's next sample
+    with pytest.raises(KeyboardInterrupt):
+        remote.wait()
+    remote.wait()
+    assert slots == [[0, 0]]
+
+
 class Drawing:
     """Draws that are numbered, and that an interrupt strikes while they are waited for; and Ray."""
 

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,7 +171,7 @@ def test_descriptions_are_values(sampler, tmp_path):
     assert loaded == buffer
     key = jax.random.key(1)
     after, before = loaded.draw(restored, key)[1], buffer.draw(state, key)[1]
-    jax.tree.map(np.testing.assert_array_equal, after.data, before.data)
+    chex.assert_trees_all_equal(after.data, before.data)
 
 
 def test_priorities_and_queues_survive_a_change_of_capacity():

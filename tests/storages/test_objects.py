@@ -1,5 +1,11 @@
 """Buffers of Python objects draw the same items as buffers of their numbers."""
 
+import collections
+import dataclasses
+import threading
+from typing import Any, NamedTuple
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +49,7 @@ def test_objects_are_drawn_like_their_numbers(sampler):
             THINGS[k] if real else None
             for k, real in zip(expected.data.tolist(), expected.mask.tolist(), strict=True)
         ]
-        assert all(got is thing for got, thing in zip(sample.data, want, strict=True))
+        assert list(map(repr, sample.data)) == list(map(repr, want))
         np.testing.assert_array_equal(sample.indices, expected.indices)
         np.testing.assert_array_equal(sample.weights, expected.weights)
         if sampler.prioritized:
@@ -149,5 +155,170 @@ def test_compiled_methods_keep_an_object_as_it_is(thing):
     objects = jrb.ReplayBuffer(4, batch_size=1, storage=jrb.ListStorage())
     methods = jrb.jitted(objects)
     state = methods.extend(methods.add(objects.init(None), thing), [thing])
-    assert all(found is thing for found in objects.take(state, jnp.arange(2)))
-    assert methods.sample(state, KEY).data[0] is thing
+    for found in (*objects.take(state, jnp.arange(2)), methods.sample(state, KEY).data[0]):
+        assert repr(found) == repr(thing) and type(found) is type(thing)
+        assert jax.tree.map(np.result_type, found) == jax.tree.map(np.result_type, thing)
+
+
+class Pair(NamedTuple):
+    image: Any
+    name: str = "pair"
+
+
+@chex.dataclass
+class Step:
+    image: chex.Array
+    count: chex.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    image: Any
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    image: Any
+
+
+class Plain:
+    def __init__(self, image):
+        self.image = image
+
+    def __iter__(self):  # as of named tuples
+        yield self.image
+
+
+def image():
+    return np.arange(6.0).reshape(2, 3)
+
+
+# How an object with an array is made, and how that array is reached.
+HOLDERS = {
+    "array": (lambda it: it, lambda it: it),
+    "a part of an array": (lambda it: it[1:], lambda it: it),
+    "dict": (lambda it: {"a": it, 3: "b"}, lambda it: it["a"]),
+    "nested": (lambda it: {"a": [({"b": it},)]}, lambda it: it["a"][0][0]["b"]),
+    "list": (lambda it: [0, it], lambda it: it[1]),
+    "tuple": (lambda it: (it, None), lambda it: it[0]),
+    "named tuple": (lambda it: [Pair(it)], lambda it: it[0].image),
+    "chex": (lambda it: Step(image=it, count=jnp.ones(2)), lambda it: it.image),
+    "frozen": (lambda it: {"x": Frozen({"y": it})}, lambda it: it["x"].image["y"]),
+    "slots": (lambda it: Slots(it), lambda it: it.image),
+    "plain": (lambda it: Plain([it]), lambda it: it.image[0]),
+    "ordered": (lambda it: collections.OrderedDict(z=it, a=1), lambda it: it["z"]),
+    "deque": (lambda it: collections.deque([it]), lambda it: it[0]),
+    "objects": (lambda it: np.array([it, None], object), lambda it: it[0]),
+    "masked": (lambda it: np.ma.array(it), lambda it: it),
+    "fields": (lambda it: it.view([("a", float, 3)])[0], lambda it: it["a"]),
+}
+WAYS_IN = {
+    "add": lambda methods, state, thing: methods.add(state, thing),
+    "extend": lambda methods, state, thing: methods.extend(state, [thing, thing]),
+    "set": lambda methods, state, thing: methods.set(
+        methods.add(state, 0), jnp.zeros(1, jnp.int32), [thing]
+    ),
+    "set, sample": lambda methods, state, thing: methods.set(
+        state := methods.add(state, 0), methods.sample(state, KEY), [thing] * 4
+    ),
+}
+WAYS_OUT = {
+    "sample": lambda buffer, state: buffer.sample(state, KEY).data,
+    "draw": lambda buffer, state: buffer.draw(state, KEY)[1].data,
+    "take": lambda buffer, state: buffer.take(state, jnp.zeros(1, jnp.int32)),
+    "items": lambda buffer, state: jrb.items(buffer, state),
+    "epochs": lambda buffer, state: next(iter(jrb.epochs(buffer, state, KEY))).data,
+    "jitted": lambda buffer, state: jrb.jitted(buffer).sample(state, KEY).data,
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("way", WAYS_IN)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_was_given_may_be_changed(holder, way, jitted):
+    make, reach = HOLDERS[holder]
+    buffer = jrb.ReplayBuffer(4, batch_size=4, storage=jrb.ListStorage())
+    given = make(image())
+    expected = np.array(reach(given))
+    state = WAYS_IN[way](jrb.jitted(buffer) if jitted else buffer, buffer.init(None), given)
+    reach(given)[...] = -1
+    for found in jrb.items(buffer, state):
+        assert type(found) is type(given)
+        np.testing.assert_array_equal(reach(found), expected)
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_was_returned_may_be_changed(holder, way):
+    make, reach = HOLDERS[holder]
+    buffer, state = jrb.from_items([make(image())], batch_size=2, storage=jrb.ListStorage())
+    expected = np.array(reach(make(image())))
+    one, *others = (reach(each) for each in WAYS_OUT[way](buffer, state) if each is not None)
+    one[...] = -1
+    for found in (*others, reach(buffer.take(state, jnp.zeros(1, jnp.int32))[0])):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_lists_dicts_and_attributes_of_objects_may_be_changed():
+    thing = {"words": ["a"], "tags": {"x"}, "step": Plain(1), "raw": bytearray(b"a")}
+    buffer, state = jrb.from_items([thing], batch_size=1, storage=jrb.ListStorage())
+    for each in (thing, buffer.sample(state, KEY).data[0]):
+        each["words"].append("b")
+        each["tags"].add("y")
+        each["step"].image = 2
+        each["raw"][:] = b"b"
+        each["new"] = 0
+    found = buffer.take(state, jnp.zeros(1, jnp.int32))[0]
+    assert found.pop("step").image == 1
+    assert found == {"words": ["a"], "tags": {"x"}, "raw": b"a"}
+
+
+def test_objects_of_checkpoints_prefetch_collate_and_rebuild_may_be_changed(tmp_path):
+    things = [{"x": image() + k} for k in range(3)]
+    storage = jrb.ListStorage(collate=lambda batch: batch[0]["x"])
+    buffer, state = jrb.from_items(things, batch_size=1, storage=storage)
+    jrb.save(tmp_path / "a", buffer, state)
+    jrb.save(tmp_path / "b", buffer, state, items=False)
+    kept = jrb.items(buffer, state)
+    pairs = [
+        (buffer, state),
+        jrb.load(tmp_path / "a", buffer),
+        jrb.load(tmp_path / "b", buffer, items=kept),
+        (buffer, jrb.rebuild(buffer, state, buffer)),
+    ]
+    for each in (*things, *kept):
+        each["x"][...] = -1
+    for pair in pairs:
+        with jrb.prefetch(*pair, KEY) as batches:
+            next(batches).data[...] = -1
+        pair[0].sample(pair[1], KEY).data[...] = -1
+        for k, found in enumerate(jrb.items(*pair)):
+            np.testing.assert_array_equal(found["x"], image() + k)
+            found["x"][...] = -1
+        assert all((found["x"] >= 0).all() for found in jrb.items(*pair))
+
+
+def test_parts_of_an_object_that_are_one_stay_one_and_jax_arrays_are_shared():
+    shared, array = image(), jnp.arange(3)
+    endless = [shared, {"x": shared}, Step(image=array, count=0), array]
+    endless.append(endless)
+    buffer, state = jrb.from_items([endless], batch_size=1, storage=jrb.ListStorage())
+    found = buffer.sample(state, KEY).data[0]
+    assert found[0] is found[1]["x"] and found[4] is found
+    assert found[2].image is array and found[3] is array
+
+
+class Constant:
+    def __deepcopy__(self, copies):
+        return self
+
+
+def test_objects_that_cannot_be_copied_are_refused_and_nothing_is_written():
+    buffer = jrb.ReplayBuffer(4, batch_size=1, storage=jrb.ListStorage())
+    state = buffer.add(buffer.init(None), "a")
+    with pytest.raises(TypeError, match=r"copy.deepcopy can copy, got dict .*lock.*__deepcopy__"):
+        buffer.extend(state, ["b", {"lock": threading.Lock()}])
+    constant = Constant()
+    state = buffer.extend(state, [constant, {"x": constant}])
+    found = jrb.items(buffer, state)
+    assert found[0] == "a" and found[1] is constant and found[2]["x"] is constant

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -193,7 +194,7 @@ def test_masked_rows_and_what_is_not_finite_leave_everything_as_it_is():
         none = {"left_out": state.transforms[0]["observation"].left_out}
         same = {"observation": seen["observation"].replace(**none)}
         same = (same, scale.replace(moments=scale.moments.replace(**none)))
-        jax.tree.map(np.testing.assert_array_equal, same, state.transforms)
+        chex.assert_trees_all_equal(same, state.transforms)
     one = jax.tree.map(np.copy, items)
     one["observation"][1, 0, 2] = np.inf
     found = buffer.extend(state, one).transforms[0]["observation"]
@@ -269,22 +270,22 @@ def test_statistics_are_saved_and_loaded(layout, tmp_path):
     jrb.save(path, buffer, state, layout=layout)
     again, back = jrb.load(path)
     assert again == buffer
-    jax.tree.map(np.testing.assert_array_equal, back.transforms, state.transforms)
+    chex.assert_trees_all_equal(back.transforms, state.transforms)
     more = rows(rng, 2, 2)
     one, other = buffer.extend(state, more), again.extend(back, more)
-    jax.tree.map(np.testing.assert_array_equal, one.transforms, other.transforms)
+    chex.assert_trees_all_equal(one.transforms, other.transforms)
     other = dataclasses.replace(
         buffer, capacity=6, transforms=(tr.Cast("float32"), *buffer.transforms[::-1])
     )
     moved = jrb.load(path, buffer=other)[1]
-    jax.tree.map(np.testing.assert_array_equal, moved.transforms, state.transforms[::-1])
+    chex.assert_trees_all_equal(moved.transforms, state.transforms[::-1])
     fewer = jrb.load(path, buffer=dataclasses.replace(buffer, transforms=()))[1]
     assert fewer.transforms == ()
     clipped = dataclasses.replace(buffer.transforms[0], clip=1.0, center=False)
     same = (clipped, buffer.transforms[1], tr.Cast("float32"))
     found, back = jrb.load(path, buffer=dataclasses.replace(buffer, transforms=same))
     assert found.transforms == same
-    jax.tree.map(np.testing.assert_array_equal, back, state)
+    chex.assert_trees_all_equal(back, state)
 
 
 def test_a_rebuilt_buffer_goes_on_with_what_the_old_one_had_learned():
@@ -293,8 +294,8 @@ def test_a_rebuilt_buffer_goes_on_with_what_the_old_one_had_learned():
     narrow = dataclasses.replace(buffer, num_envs=1)
     made = jrb.rebuild(buffer, state, narrow)
     seen, scale = made.transforms
-    jax.tree.map(np.testing.assert_array_equal, seen, state.transforms[0])
-    jax.tree.map(np.testing.assert_array_equal, scale.moments, state.transforms[1].moments)
+    chex.assert_trees_all_equal(seen, state.transforms[0])
+    chex.assert_trees_all_equal(scale.moments, state.transforms[1].moments)
     assert scale.running.shape == (1,)
     best = dataclasses.replace(buffer, writer=jrb.MaxValue(("next", "reward")))
     ranked = jrb.rebuild(buffer, state, best)
@@ -326,7 +327,7 @@ def test_storages_on_the_host_learn_alike(kind, tmp_path):
     jax.tree.map(functools.partial(close, atol=1e-6), data, want)
     jrb.save(path, buffer, state)
     back = jrb.load(path)[1]
-    jax.tree.map(np.testing.assert_array_equal, back.transforms, state.transforms)
+    chex.assert_trees_all_equal(back.transforms, state.transforms)
     truncated = buffer.truncate(state)
     assert not truncated.transforms[1].running.any()
 

@@ -1,5 +1,6 @@
 """Goals in hindsight: the rows that they come from, and their probabilities."""
 
+import chex
 import hypothesis.strategies as st
 import jax
 import numpy as np
@@ -150,7 +151,7 @@ def test_flags_of_all_rows_are_computed_anew_and_stacks_go_around(inner):
             np.testing.assert_array_equal(flag, want)
             if "reward" in sample.info and sample.info["relabeled"][b]:
                 assert sample.info["reward"][b] == slot - (slot // 10 * 10 + 9)
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    chex.assert_trees_all_equal(*found)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -214,5 +215,5 @@ def test_each_agent_has_a_return_of_its_own():
         np.testing.assert_array_equal(sample.data["dones"]["a"], done["a"][last])
     whole = jrb.Keys(reward="rewards", done=("dones", "__all__"))
     buffer, state = jrb.from_items(items, unit=jrb.NStep(3, 0.5), keys=whole, batch_size=64)
-    jax.tree.map(np.testing.assert_array_equal, buffer.sample(state, KEY).info, sample.info)
+    chex.assert_trees_all_equal(buffer.sample(state, KEY).info, sample.info)
     np.testing.assert_array_equal(buffer.sample(state, KEY).data["dones"]["a"], done["a"][last])

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,10 +60,6 @@ def drawn(buffer, state):
     return jax.tree.map(lambda leaf: leaf[order], found)
 
 
-def same(got, want):
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
 def pieces(rng, length):
     """Cuts `length` rows into calls of one row and of six."""
     edges = [0]
@@ -94,13 +91,15 @@ def test_a_number_ends_an_episode_as_a_flag_does(unit, ring):
             some = lambda leaf, start=start, stop=stop: leaf[start:stop]
             state = extends[0](state, jax.tree.map(some, one), mask[start:stop])
             want = extends[1](want, jax.tree.map(some, other), mask[start:stop])
-        same(drawn(numbered, state), drawn(flagged, want))
+        chex.assert_trees_all_equal(drawn(numbered, state), drawn(flagged, want))
     found, expected = jrb.episodes(numbered, state), jrb.episodes(flagged, want)
     assert [e.slots.tolist() for e in found] == [e.slots.tolist() for e in expected]
     if envs > 1:
         return
     back = jrb.rebuild(numbered, state, numbered)
-    same(drawn(numbered, back), drawn(flagged, jrb.rebuild(flagged, want, flagged)))
+    chex.assert_trees_all_equal(
+        drawn(numbered, back), drawn(flagged, jrb.rebuild(flagged, want, flagged))
+    )
 
 
 @pytest.mark.parametrize("unit", [jrb.Sequence(2), jrb.NStep(2, 0.5, strict=True)], ids=repr)
@@ -120,7 +119,7 @@ def test_numbers_that_are_edited_are_seen(unit, storage):
         items["traj"][slots] = numbers
         state = buffer.extend(state, jax.tree.map(lambda leaf: leaf[6:8], items))
         want = fresh.extend(fresh.init(example), jax.tree.map(lambda leaf: leaf[:8], items))
-        same(drawn(buffer, state), drawn(fresh, want))
+        chex.assert_trees_all_equal(drawn(buffer, state), drawn(fresh, want))
 
 
 def test_a_cut_and_an_empty_buffer_end_what_has_one_number():

@@ -3,6 +3,7 @@
 import functools
 import operator
 
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -311,7 +312,7 @@ def test_an_episode_ends_where_any_flag_says_so(unit):
     ]
     first = FLAGGED.index(unit) % 4
     for other in (others + others)[first : first + 2]:  # two for each unit
-        jax.tree.map(np.testing.assert_array_equal, drawn(**other), want)
+        chex.assert_trees_all_equal(drawn(**other), want)
 
 
 def test_truncation_by_another_name_ends_a_return():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jrb
+from jrb import read
 from jrb.authoring import enable_x64, leaf_names
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import DamagedError
@@ -30,6 +31,8 @@ class Checkpoint(tabular.TableFormat):
         generation: the number of the generation; None for the newest at the time of opening.
         verify: False to open a store without reading and verifying all of its rows.
         buffer: the buffer, needed only if it contains functions, as for `jrb.load`.
+        state: the number of one of the saved states, if these are under `vmap`; a tuple of numbers
+            for several axes.
         stamp: the identity of the opened files, set by `jrb.datasets.open`.
     """
 
@@ -40,6 +43,7 @@ class Checkpoint(tabular.TableFormat):
     generation: int | None = None
     verify: bool = True
     buffer: ReplayBuffer | None = None
+    state: int | tuple[int, ...] | None = None
     stamp: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,6 +117,7 @@ def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
             inside = (os.path.join(path, name) for name in sorted(os.listdir(path)))
             parts = ", ".join(each for each in inside if jrb.checkpoint.is_checkpoint(each))
             check(False, path, "a single buffer", f"several. Open one of them: {parts}")
+        state = read.one_state(path, state, format.state)
         keys = format.keys or buffer.keys
         if keys != buffer.keys:
             keyed = dataclasses.replace(buffer, keys=keys, storage=jrb.DeviceStorage())

@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 
-from jrb.authoring import Folder, Lock, check_system
+from jrb.authoring import Folder, Lock, make_folder
 from jrb.checkpoint import LockedError
 from jrb.datasets.reading.tabular import combined_flags, is_set
 from jrb.datasets.recording import parts
@@ -219,12 +219,7 @@ class RecordWriter:
 
 def _recording_folder(path: str) -> Folder:
     """Returns a recording's folder; creates it if missing, and removes files of dead writers."""
-    check_system(path)
-    if os.path.lexists(path) and not os.path.isdir(path):
-        raise ValueError(f"{path}: expected a folder, or nothing, found a file.")
-    if not os.path.isdir(path):
-        os.makedirs(path, exist_ok=True)
-        Folder(os.path.dirname(path)).sync()
+    make_folder(path)
     folder = Folder(path)
     others = [name for name in folder.names() if not (parts.is_own(name) or name.startswith("."))]
     if others:
