@@ -16,14 +16,7 @@ from jrb.authoring import ExpansionLimit, checks, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5, tabular
 from jrb.datasets.reading.names import check, to_ted
-from jrb.datasets.reading.tabular import (
-    TERMINATED,
-    TRUNCATED,
-    Column,
-    DerivedColumn,
-    Table,
-    TableFormat,
-)
+from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, Table, TableFormat
 from jrb.keys import Keys, within
 
 _NEEDED = ("observations", "actions", "rewards", "terminals")
@@ -73,7 +66,7 @@ class D4RL(TableFormat):
             if self.horizon is not None:
                 expected = "None for a file with its own 'timeouts' or numbers of episodes"
                 check(not has_ends, f"{source}: horizon", expected, f"{self.horizon}. Leave it out")
-                columns = self._with_time_outs(source, columns)
+                columns = _with_time_outs(source, columns, self.horizon)
             # Scalars at the top and in `metadata` are in the metadata.
             inner = {name: name.removeprefix("metadata/") for name in every}
             told = {name for name in every if not every[name].shape and "/" not in inner[name]}
@@ -93,16 +86,17 @@ class D4RL(TableFormat):
             notes = (f"There are no time-outs in the file: {how}",) * (not has_ends)
             yield dataclasses.replace(table, notes=notes + table.notes)
 
-    def _with_time_outs(self, source: Source, columns: Mapping[str, Column]) -> dict[str, Column]:
-        """Returns columns with time-outs at every `horizon`-th step since the last end."""
-        flags = tabular.with_flags(columns, np.array([len(columns[TERMINATED])]), source)
 
-        def read(start: int, stop: int) -> np.ndarray:
-            terminated, truncated = flags[TERMINATED][:], flags[TRUNCATED][:]
-            steps = np.arange(len(terminated))
-            begins = np.concatenate([[0], np.flatnonzero(terminated | truncated) + 1])
-            begin = begins[np.searchsorted(begins, steps, side="right") - 1]
-            is_late = (steps - begin + 1) % self.horizon == 0
-            return (truncated | (is_late & ~terminated))[start:stop]
+def _with_time_outs(source: Source, columns: dict[str, Any], horizon: int) -> dict[str, Any]:
+    """Returns columns with time-outs at every `horizon`-th step since the last end."""
+    flags = tabular.with_flags(columns, np.array([len(columns[TERMINATED])]), source)
 
-        return {**flags, TRUNCATED: DerivedColumn(flags[TRUNCATED].shape, np.dtype(bool), read)}
+    def read(start: int, stop: int) -> np.ndarray:
+        terminated, truncated = (np.asarray(flags[name][:]) for name in (TERMINATED, TRUNCATED))
+        steps = np.arange(len(terminated))
+        begins = np.concatenate([[0], np.flatnonzero(terminated | truncated) + 1])
+        begin = begins[np.searchsorted(begins, steps, side="right") - 1]
+        is_late = (steps - begin + 1) % horizon == 0
+        return (truncated | (is_late & ~terminated))[start:stop]
+
+    return flags | {TRUNCATED: dataclasses.replace(flags[TRUNCATED], read=read)}

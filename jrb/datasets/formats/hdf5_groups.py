@@ -23,7 +23,7 @@ from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5, tabular
 from jrb.datasets.reading.names import check, natural_order, to_ted, usual_leaf
-from jrb.datasets.reading.tabular import DONE, FLAGS, Column, EpisodeTables, Table
+from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, Column, EpisodeTables, Table
 from jrb.keys import within
 
 
@@ -116,9 +116,10 @@ class GroupFormat(tabular.EpisodeFormat):
         got = f"{steps} steps of {list(every)}"
         check(steps and lengths, where, "observations of one step or more", got)
         columns = tabular.with_next(columns, steps, self.carried)
-        done, ends = [repr(name) for name in every if leaves[name] == DONE], np.array([steps])
+        ends = np.array([steps])
         flagged = tabular.with_flags(columns, ends, where)
-        notes = tabular.flag_notes(columns, *done) + tabular.mask_notes(flagged)
+        done = repr(next((name for name in every if leaves[name] == DONE), DONE))
+        notes = tabular.flag_notes(columns, flagged[TERMINATED], done)
         return Table(flagged, ends, notes=notes, left_out=left_out)
 
     def file_notes(self, source: Source) -> tuple[str, ...]:

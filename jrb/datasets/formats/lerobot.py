@@ -79,7 +79,7 @@ class LeRobot(tabular.TableFormat):
             notes.append(f"The frames {feature} {how}.")
         if self.done == "truncated" and DONE in columns:
             columns.setdefault(TERMINATED, np.zeros(int(ends[-1]), bool))
-        notes += tabular.flag_notes(columns, "'next.done', see done=")
+        notes += tabular.flag_notes(columns, done="'next.done', see done=")
         columns = tabular.with_flags(columns, ends, source)
         metadata = {name: value for name, value in meta.info.items() if not name.endswith("_path")}
         yield Table(columns, ends, meta.facts, metadata | {"tasks": meta.tasks}, tuple(notes))

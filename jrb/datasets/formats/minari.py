@@ -111,7 +111,7 @@ class Minari(GroupFormat):
         groups, (_, about, _) = self.groups(source), _about(source)
         ((_, arrays),) = self._arrays(source, groups[:1])
         is_jpeg = lambda column: isinstance(column, JpegColumn | images.ImageColumn)
-        jpeg = [usual_leaf(name, "/") for name, column in arrays.items() if is_jpeg(column)]
+        jpeg = [usual_leaf(name, "/") or name for name, column in arrays.items() if is_jpeg(column)]
         told, notes = about.get("notes"), list[str]()
         if isinstance(told, list) and all(isinstance(note, str) for note in told):
             notes += told  # and not in the metadata, where they would be shown again

@@ -67,11 +67,10 @@ class OGBench(TableFormat):
                 for leaf, column in columns.items()
                 if leaf not in _MADE
             }
-            masks = tabular.bootstrap_masks(columns)
             columns["next/observation"] = tabular.rows_at(observation, rows + 1)
             yield Table(
                 tabular.with_flags(columns, ends, source),
                 ends,
-                notes=_NOTES + tabular.flag_notes(columns) * bool(masks),
+                notes=_NOTES + tabular.flag_notes(columns) * bool(tabular.bootstrap_masks(columns)),
                 left_out=others | texts.keys() | odd,
             )

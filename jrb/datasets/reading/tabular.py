@@ -7,6 +7,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -77,49 +78,46 @@ def with_flags(
         stored = [flags[name][start:stop] if name in flags else None for name in FLAGS]
         may_end = np.isin(np.arange(start, stop), ends - 1)
         values = [mask[start:stop].reshape(-1) for mask in masks]
-        return combined_flags(stop - start, *stored, values, may_end)
+        return combined_flags(stop - start, *stored, masks=values, may_end=may_end)
 
-    steps = (len(next(iter(columns.values()))),)
-    one = lambda which: lambda start, stop: read(start, stop)[which]
-    made = {TERMINATED: one(0), TRUNCATED: one(1)}
-    made = {name: DerivedColumn(steps, np.dtype(bool), read) for name, read in made.items()}
-    return {name: each for name, each in columns.items() if name != DONE} | made
+    steps, dtype = (len(next(iter(columns.values()))),), np.dtype(bool)
+    column = lambda which: DerivedColumn(steps, dtype, lambda a, b: read(a, b)[which])
+    others = {name: each for name, each in columns.items() if name != DONE}
+    return {**others, TERMINATED: column(0), TRUNCATED: column(1)}
 
 
 def bootstrap_masks(columns: Mapping[str, Column]) -> list[str]:
     """Returns the names of columns of one number for each step that are bootstrap masks."""
-    return [
-        name
-        for name, column in columns.items()
-        if name.removeprefix("next/") in MASK_NAMES
-        and np.prod(column.shape[1:], dtype=np.int64) == 1
-        and np.dtype(column.dtype).kind in "biuf"
-    ]
+    masks = {n: each for n, each in columns.items() if n.removeprefix("next/") in MASK_NAMES}
+    is_one = lambda mask: np.dtype(mask.dtype).kind in "biuf" and math.prod(mask.shape[1:]) == 1
+    return [name for name, mask in masks.items() if is_one(mask)]
 
 
-def flag_notes(columns: Mapping[str, Column], done: str = f"'{DONE}'") -> tuple[str, ...]:
-    """Returns the note on how flags and masks are understood; `done` is the file's name of done."""
-    flags, masks = {*FLAGS} & columns.keys(), " and ".join(map(repr, bootstrap_masks(columns)))
+def flag_notes(
+    columns: Mapping[str, Column], terminated: Any = None, done: str = f"'{DONE}'"
+) -> tuple[str, ...]:
+    """Returns notes on how flags and masks are understood; `done` is the file's name of done.
+
+    Given `terminated` as it was understood, reads all masks, to find those that contradict it.
+    """
+    flags, masks = {*FLAGS} & columns.keys(), bootstrap_masks(columns)
     both = " that is both terminated and truncated" * (TRUNCATED in flags)
     other = ", unless they are truncated" * (TRUNCATED in flags)
+    names, notes = " and ".join(map(repr, masks)), list[str]()
     if masks and flags - {TRUNCATED}:
-        return (f"An end{both} is taken for truncated where {masks} is above 0.",)
-    if masks:
-        return (f"Ends where {masks} is 0 are taken for terminated{other}.",)
-    if not flags:
-        return ("No flags tell how episodes ended: all are taken for truncated.",)
-    note = f"Steps that are done ({done}) are taken for terminated{other}, also at a time limit."
-    return (note,) * (DONE in flags and TERMINATED not in flags)
-
-
-def mask_notes(columns: Mapping[str, Column]) -> tuple[str, ...]:
-    """Returns a note for each bootstrap mask that differs from `next/terminated`; reads both."""
-    differ = "is 0 at steps that did not terminate, or not 0 at steps that did"
-    return tuple(
-        f"{name!r} {differ}: there it is a leaf, and changes no flag."
-        for name in bootstrap_masks(columns)
-        if (is_set(columns[name][:]) == columns[TERMINATED][:]).any()
-    )
+        notes.append(f"An end{both} is taken for truncated where {names} is above 0.")
+    elif masks:
+        notes.append(f"Ends where {names} is 0 are taken for terminated{other}.")
+    elif not flags:
+        notes.append("No flags tell how episodes ended: all are taken for truncated.")
+    elif DONE in flags and TERMINATED not in flags:
+        rule = f"are taken for terminated{other}, also at a time limit."
+        notes.append(f"Steps that are done ({done}) {rule}")
+    for name in masks if terminated is not None else ():
+        if (is_set(columns[name][:]) == terminated[:]).any():
+            differ = "is 0 at steps that did not terminate, or not 0 at steps that did"
+            notes.append(f"{name!r} {differ}: there it is a leaf, and changes no flag.")
+    return tuple(notes)
 
 
 def rows_at(column: Column, rows: np.ndarray) -> DerivedColumn:
@@ -382,7 +380,7 @@ def _read_ends(
         columns = {name: each for name, each in columns.items() if is_told or name != TRUNCATED}
     flagged = with_flags(columns, may_end + 1, source)
     flags = {name: flagged[name][:] for name in (TERMINATED, TRUNCATED)}
-    notes = flag_notes(columns) + mask_notes({**columns, **flags})
+    notes = flag_notes(columns, flags[TERMINATED])
     ends = ends_of(flags[TERMINATED] | flags[TRUNCATED] | changes)
     facts = {EPISODE: numbers[ends - 1]} if EPISODE in columns else {}
     if numbers.dtype.kind not in "biufc":
@@ -407,6 +405,7 @@ def combined_flags(
     done: np.ndarray | None,
     terminated: np.ndarray | None,
     truncated: np.ndarray | None,
+    *,
     masks: Sequence[np.ndarray] = (),
     may_end: np.ndarray | bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -425,7 +424,8 @@ def combined_flags(
     truncated = none if truncated is None else truncated
     if terminated is None:
         terminated = (may_end & is_zero if done is None else done) & ~truncated
-    done, late = none if done is None else done, terminated & late
+    late &= terminated
+    done = none if done is None else done
     return terminated & ~late, truncated | late | (done & ~terminated)
 
 
