@@ -163,7 +163,7 @@ def _read_steps(
     most = max(0, len(GzippedColumn([own[_RANGE]])) - 2) if _RANGE in own else 15
     seen = [column for leaf, column in columns.items() if within(leaf, "observation")]
 
-    def zero_frames(episode: int, most: int) -> int:
+    def zero_frames(episode: Any, most: int) -> int:
         at = rows[begins[episode] :][:most]
         frames = [tabular.rows_at(column, at)[:] for column in seen]
         is_seen = [each.reshape(len(at), -1).any(axis=1) for each in frames]
@@ -195,7 +195,7 @@ def _padding(
     stops: np.ndarray,
     has_first: np.ndarray,
     has_last: np.ndarray,
-    zero_frames: Callable[[int, int], int],
+    zero_frames: Callable[[Any, int], int],
 ) -> np.ndarray:
     """Returns how many rows of zeros come before the steps of each episode, up to `most`, `[K]`."""
     counts, is_whole = np.zeros(len(begins), np.int64), has_first & has_last
