@@ -570,7 +570,7 @@ class ReplayBuffer:
             The slots, int32 `[N]`, oldest first, with empty slots at the end; and int32 `[]`.
         """
         check_state(self, state)
-        return steps.in_order(self.writer, self.ring, state.writer)
+        return steps.in_order(self, state.writer)
 
     @explained
     def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:

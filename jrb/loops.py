@@ -24,7 +24,6 @@ from jrb.state import BufferState, Sample
 def jitted(buffer: Mix) -> "JittedMix": ...
 @overload
 def jitted(buffer: ReplayBuffer | Sharded) -> "Jitted": ...
-@functools.lru_cache(maxsize=64)
 def jitted(buffer: Description) -> "Jitted | JittedMix":
     """Returns the methods of a buffer, compiled and writing in place, for loops in Python.
 
@@ -57,13 +56,16 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
         >>> methods.sample(state, jax.random.key(0)).data["x"].shape
         (32, 3)
     """
-    if isinstance(buffer, Mix):
-        return JittedMix(buffer)
-    if not isinstance(buffer, ReplayBuffer | Sharded):
+    if not isinstance(buffer, ReplayBuffer | Mix | Sharded):
         raise TypeError(
             f"jitted: expected a ReplayBuffer or a Mix, or a Sharded, got {type(buffer).__name__}."
         )
-    return Jitted(buffer)
+    return _jitted(buffer)
+
+
+@compiling.kept_by_description
+def _jitted(buffer: Description) -> Any:
+    return JittedMix(buffer) if isinstance(buffer, Mix) else Jitted(buffer)
 
 
 # How methods are compiled. The state is argument 0.

@@ -4,7 +4,6 @@ N capacity, E environments, T rows of time, K items.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from jrb import Sharded
 from jrb._core import eager, steps, transforming, validate
 from jrb._core.host_proxy import for_device
 from jrb._util import checks, pytree
+from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer
 from jrb.ring import Occupancy, Ring
 from jrb.samplers.prioritized import DROPPED
@@ -210,13 +210,13 @@ def _newest_rows(ring: Ring, occupancy: Occupancy, limit: int) -> tuple[np.ndarr
     return np.where(mask, slots, slots[mask][:1]) if mask.any() else slots, mask
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _call(function: Callable[..., Any], part: Any, *args: Any) -> Any:
+@by_description("function")
+def _call(part: Any, *args: Any, function: Callable[..., Any]) -> Any:
     """Returns `function(part, *args)`, compiled once for each function and part."""
     return function(part, *args)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@by_description()
 def _is_episode_end(buffer: ReplayBuffer, writer: PartState, unit: PartState, slots: Any) -> Any:
     return buffer.unit.is_episode_end(steps.context_of(buffer, writer), unit, slots)
 
@@ -353,11 +353,11 @@ def _sampler_state(
         elif len(states) > 1 and not old.consumes:  # queues without pending items are all alike
             raise missing_method(old, "concat_shard_states", "rebuild", "ShardedSampler")
         import_state = type(sampler).import_state
-        return _call(import_state, sampler, result.sampler, state, slots, new_slots)
+        return _call(sampler, result.sampler, state, slots, new_slots, function=import_state)
     if not (isinstance(old, PrioritizedSampler) and isinstance(sampler, PrioritizedSampler)):
         return result.sampler
     raw = jnp.concatenate([old.priorities(state) for state in states])[slots]
-    assigned = _call(type(sampler).assign, sampler, result.sampler, new_slots, raw, None)
+    assigned = _call(sampler, result.sampler, new_slots, raw, None, function=type(sampler).assign)
     dropped = new_slots[np.asarray(raw == DROPPED)]
     if not dropped.size:
         return assigned

@@ -29,7 +29,12 @@ from jrb._core.validate import (
 )
 from jrb._util import casting, checks, pytree
 from jrb._util.pytree import Leaf, SpecKey
-from jrb._xla.compiling import by_description, per_description, standalone_program
+from jrb._xla.compiling import (
+    by_description,
+    kept_by_description,
+    per_description,
+    standalone_program,
+)
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import Item, TransformContext
 from jrb.types.messages import PartState
@@ -94,7 +99,7 @@ def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
         device = jax.sharding.SingleDeviceSharding(device)
     if device is not None:
         return jax.jit(lambda: blank(buffer, spec), out_shardings=device)()
-    state = compiled_blank(buffer, SpecKey(spec))
+    state = compiled_blank(buffer)(SpecKey(spec))
     # If memory is short, this raises here, and not at some later call.
     return state if is_traced(state) else jax.block_until_ready(state)
 
@@ -102,7 +107,7 @@ def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
 def nbytes(buffer: Buffer, spec: Item) -> int:
     """Returns the bytes that `init` allocates, on the device and on the host."""
     inner = for_device(buffer) if on_host(buffer) else buffer
-    size = pytree.nbytes(compiled_blank.eval_shape(inner, SpecKey(spec)))
+    size = pytree.nbytes(compiled_blank(inner).eval_shape(SpecKey(spec)))
     if on_host(buffer):
         is_chronological = buffer.writer.is_chronological
         size += buffer.storage.nbytes(buffer.ring, spec, is_chronological=is_chronological)
@@ -215,10 +220,7 @@ def fill(
     check_state(buffer, state)
     if on_host(buffer):
         return write(buffer, state, items, mask, cuts)
-    return _fill(buffer, state, items, mask, cuts)
-
-
-_fill = jax.jit(steps.write, donate_argnums=1)
+    return _write_in_place(buffer, state, items, mask, cuts)
 
 
 def expire(buffer: Buffer, state: BufferState, spec: Item, num_rows: jax.Array | np.ndarray) -> Any:
@@ -339,7 +341,7 @@ def _is_drawn(buffer: Buffer, state: BufferState, quiet: bool, mask: Any) -> boo
     )
 
 
-@functools.lru_cache(maxsize=64)
+@kept_by_description
 def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
     """Returns how many transforms are compiled into a draw, and the function that draws."""
     # The function returns the sampler's state and the sample; None if some arguments are traced.
@@ -449,7 +451,7 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
         # The check is compiled for each length: take powers of two.
         padded = np.zeros(1 << (slots.size - 1).bit_length(), np.int32)
         padded[: slots.size] = slots.reshape(-1)
-        holds = steps.holds(buffer.writer, buffer.ring, state.writer, jax.device_put(padded))
+        holds = steps.holds(buffer, state.writer, jax.device_put(padded))
         is_empty = ~np.asarray(holds)[: slots.size].reshape(slots.shape)
         if is_empty.any():
             raise ValueError(
@@ -575,7 +577,7 @@ def rewrite(
         if not is_traced(state):
             warn_of_copies(buffer, state)
         return editing.rewrite(buffer, state, function, batch_size)
-    order, count = steps.in_order(buffer.writer, buffer.ring, state.writer)
+    order, count = steps.in_order(buffer, state.writer)
     # Oldest first, as inside `jit`.
     slots, compiled, cuts = np.asarray(order)[: int(count)], jax.jit(function), None
     for start in range(0, len(slots), batch_size):
