@@ -10,6 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._core.lengths import Lengths
 from jrb._core.validate import explained, on_host, warn_of_refused
 from jrb._util import casting, checks
 from jrb._util.casting import copy_array, copy_arrays
@@ -238,9 +239,22 @@ def _bind(self: Any, buffer: Any, compilers: dict[str, Callable[..., Any]]) -> N
         static = tuple(1 + i for i, each in enumerate(parameters) if each.name in _STATIC)
         method = _seeded(method) if any(each.name == "key" for each in parameters) else method
         run = explained(method if is_on_host else compilers[name](method, static))
+        if name == "extend" and not is_on_host:
+            run = _in_few_lengths(run)
         vars(self)[name] = _caller(self, buffer, name, run, parameters) if parameters else run
     for name in {"init", "nbytes", "take"} & set(dir(type(buffer))):
         vars(self)[name] = getattr(buffer, name)
+
+
+def _in_few_lengths(extend: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `extend`, compiled for few of the lengths that it is called with."""
+    lengths = Lengths()
+
+    def extended(state: Any, *args: Any) -> Any:
+        with lengths.padded(state, *args) as padded:
+            return extend(state, *padded)
+
+    return extended
 
 
 def _caller(

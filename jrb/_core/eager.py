@@ -17,6 +17,7 @@ import numpy as np
 
 from jrb._core import debugging, editing, steps, transforming
 from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, without_items
+from jrb._core.lengths import lengths_of
 from jrb._core.validate import (
     blank,
     check,
@@ -218,9 +219,10 @@ def fill(
 ) -> Any:
     """Writes in place, also outside `jit`, to a state that nobody else uses."""
     check_state(buffer, state)
-    if on_host(buffer):
-        return write(buffer, state, items, mask, cuts)
-    return _write_in_place(buffer, state, items, mask, cuts)
+    with lengths_of(buffer).padded(state, items, mask, cuts) as (items, mask, cuts):
+        if on_host(buffer):
+            return write(buffer, state, items, mask, cuts)
+        return _write_in_place(buffer, state, items, mask, cuts)
 
 
 def expire(buffer: Buffer, state: BufferState, spec: Item, num_rows: jax.Array | np.ndarray) -> Any:
@@ -266,10 +268,12 @@ def write_objects(
         priorities = checks.given_priorities(method, priorities, blanks.shape)
     if not rows:
         return state
-    arrays = {"item": blanks}
-    if buffer.writer.blocks_when_full:
-        _check_room(buffer, state, arrays, mask)
-    return _put(buffer, state, arrays, rows, (mask, None, priorities), donate)
+    with lengths_of(buffer).padded(state, {"item": blanks}, mask, priorities) as given:
+        arrays, mask, priorities = given
+        rows += [[None] * len(rows[0])] * (len(arrays["item"]) - len(rows))
+        if buffer.writer.blocks_when_full:
+            _check_room(buffer, state, arrays, mask)
+        return _put(buffer, state, arrays, rows, (mask, None, priorities), donate)
 
 
 # Draws.

@@ -61,6 +61,17 @@ def holds(buffer: Buffer, writer: PartState, slots: jax.Array) -> jax.Array:
 # Writes.
 
 
+def invert(buffer: Buffer, items: Item, num_axes: int) -> Item:
+    """Returns items, leaves `[T, E, ...]`, after the inverses of all transforms, to be stored."""
+    inverse = functools.partial(transforming.inward, buffer.transforms)
+    for _ in range(num_axes):  # inverses take one item
+        inverse = jax.vmap(inverse)
+    return inverse(items)
+
+
+invert_compiled = by_description("num_axes")(invert)
+
+
 @by_description()
 def write(
     buffer: Buffer,

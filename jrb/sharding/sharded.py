@@ -1,5 +1,6 @@
 """A buffer of several shards, over the devices of a mesh."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from types import EllipsisType
@@ -11,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._core import eager, memory, transforming
+from jrb._core.lengths import lengths_of
 from jrb._core.validate import check_donated, explained, on_host, takes_state, warn_of_copies
 from jrb._util import casting, checks, display, pytree
 from jrb._util.pytree import Leaf, PyTree
@@ -215,8 +217,12 @@ class Sharded:
                         f"{envs} environments, got shape {shape}. Give those of all shards."
                     )
         priorities = checks.given_numbers(f"{name}: priorities", priorities)
-        pairs = (items, axis), (mask, _axis_of_mask(mask, axis)), (priorities, axis)
-        return self._call(name, state, *pairs)
+        lengths = contextlib.nullcontext((items, mask, priorities))
+        if name == "extend":
+            lengths = lengths_of(self).padded(state, items, mask, priorities)
+        with lengths as (items, mask, priorities):
+            pairs = (items, axis), (mask, _axis_of_mask(mask, axis)), (priorities, axis)
+            return self._call(name, state, *pairs)
 
     @takes_state
     def sample(
