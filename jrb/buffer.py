@@ -1,5 +1,6 @@
 """The replay buffer, a composition of five parts."""
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import eager, steps, transforming
+from jrb._core.lengths import lengths_of
 from jrb._core.validate import check_state, explained, on_host, takes_state, warn_of_refused
 from jrb._util import casting, checks, display, pytree, wording
 from jrb.keys import TED, Keys
@@ -323,22 +325,27 @@ class ReplayBuffer:
         if not self.storage.of_objects:
             items = self._arrays(items, method)
             time = () if is_add else (checks.length(items),)
-        if mask is not None:
-            mask = checks.write_mask(method, mask, time, lead, self.writer)
-        if priorities is not None:
-            if not donate:  # `jrb.jitted` warns itself, after the call
-                warn_of_refused(self, method, priorities, depth=4)
-            priorities = checks.given_priorities(method, priorities, (*time, *lead))
-        if is_add:
-            mask, priorities = (it if it is None else it[None] for it in (mask, priorities))
-        if self.storage.of_objects:
-            return eager.write_objects(self, state, [items], mask, method, priorities, donate)
-        rows = self._to_stored(state, items, (*time, *lead), method)
-        if is_add:
-            rows = jax.tree.map(_one_row, rows)
-        elif 0 in time:
-            return state
-        return eager.write(self, state, rows, mask, None, priorities, donate)
+        if priorities is not None and not donate:  # `jrb.jitted` warns itself, after the call
+            warn_of_refused(self, method, priorities, depth=4)
+        lengths = contextlib.nullcontext((items, mask, priorities))
+        if not is_add:
+            lengths = lengths_of(self).padded(state, items, mask, priorities)
+        with lengths as (items, mask, priorities):
+            time = () if is_add else np.shape(jax.tree.leaves(items)[0])[:1]
+            if mask is not None:
+                mask = checks.write_mask(method, mask, time, lead, self.writer)
+            if priorities is not None:
+                priorities = checks.given_priorities(method, priorities, (*time, *lead))
+            if is_add:
+                mask, priorities = (it if it is None else it[None] for it in (mask, priorities))
+            if self.storage.of_objects:
+                return eager.write_objects(self, state, [items], mask, method, priorities, donate)
+            rows = self._to_stored(state, items, (*time, *lead), method)
+            if is_add:
+                rows = jax.tree.map(_one_row, rows)
+            elif 0 in time:
+                return state
+            return eager.write(self, state, rows, mask, None, priorities, donate)
 
     @takes_state
     def sample(
@@ -634,7 +641,7 @@ class ReplayBuffer:
             The slots, int32 `[N]`, oldest first, with empty slots at the end; and int32 `[]`.
         """
         check_state(self, state)
-        return steps.in_order(self.writer, self.ring, state.writer)
+        return steps.in_order(self, state.writer)
 
     @explained
     def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
@@ -758,13 +765,12 @@ class ReplayBuffer:
         self, state: BufferState, items: Item, lead: tuple[int, ...], method: str
     ) -> Item:
         """Returns items as the storage takes them, leaves `[*lead, ...]`, or raises."""
-        # Inverses take one item: one `vmap` for each leading axis.
         if self.transforms and transforming.inverses(self.transforms):
             checks.lead(items, lead, method)
-            inverse = functools.partial(transforming.inward, self.transforms)
-            for _ in lead:
-                inverse = jax.vmap(inverse)
-            items = inverse(casting.copy_arrays(items))
+            # A transform that is no description may close over a value that changes.
+            is_fixed = transforming.fixed(self.transforms) == len(self.transforms)
+            invert = steps.invert_compiled if is_fixed else steps.invert
+            items = invert(self, casting.copy_arrays(items), len(lead))
         spec, envs = self.stored(state), self.num_envs  # which checks the state
         mend = f"Give {_LAYOUT[method, envs is None]}."
         pairs = zip(jax.tree.leaves(spec), jax.tree.leaves(items), strict=False)

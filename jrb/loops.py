@@ -14,6 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._core.lengths import Lengths
 from jrb._core.validate import check_not_deleted, explained, on_host, warn_of_refused
 from jrb._util import casting, checks
 from jrb._util.casting import copy_array, copy_arrays
@@ -29,7 +30,6 @@ from jrb.types.messages import PRNGKey
 def jitted(buffer: Mix) -> "JittedMix": ...
 @overload
 def jitted(buffer: ReplayBuffer | Sharded) -> "Jitted": ...
-@functools.lru_cache(maxsize=64)
 def jitted(buffer: Description) -> "Jitted | JittedMix":
     """Returns the methods of a buffer, compiled and writing in place, for loops in Python.
 
@@ -66,13 +66,16 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
         >>> methods.sample(state, jax.random.key(0)).data["x"].shape
         (32, 3)
     """
-    if isinstance(buffer, Mix):
-        return JittedMix(buffer)
-    if not isinstance(buffer, ReplayBuffer | Sharded):
+    if not isinstance(buffer, ReplayBuffer | Mix | Sharded):
         raise TypeError(
             f"jitted: expected a ReplayBuffer or a Mix, or a Sharded, got {type(buffer).__name__}."
         )
-    return Jitted(buffer)
+    return _jitted(buffer)
+
+
+@compiling.kept_by_description
+def _jitted(buffer: Description) -> Any:
+    return JittedMix(buffer) if isinstance(buffer, Mix) else Jitted(buffer)
 
 
 # How methods are compiled. The state is argument 0.
@@ -278,11 +281,24 @@ def _bind(self: Any, buffer: Any, compilers: dict[str, Callable[..., Any]]) -> N
         static = tuple(1 + i for i, each in enumerate(parameters) if each.name in _STATIC)
         method = _seeded(method) if any(each.name == "key" for each in parameters) else method
         run = explained(method if is_on_host else compilers[name](method, static))
+        if name == "extend" and not is_on_host:
+            run = _in_few_lengths(run)
         run = _caller(self, buffer, name, run, parameters) if parameters else run
         changes_state = compilers[name] not in (_reads_numbers, _gathers)
         vars(self)[name] = _finish_despite_interrupts(self, name, run) if changes_state else run
     for name in {"init", "nbytes", "take"} & set(dir(type(buffer))):
         vars(self)[name] = getattr(buffer, name)
+
+
+def _in_few_lengths(extend: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `extend`, compiled for few of the lengths that it is called with."""
+    lengths = Lengths()
+
+    def extended(state: Any, *args: Any) -> Any:
+        with lengths.padded(state, *args) as padded:
+            return extend(state, *padded)
+
+    return extended
 
 
 def _caller(

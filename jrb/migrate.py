@@ -4,7 +4,6 @@ N capacity, E environments, T rows of time, K items.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,23 +15,32 @@ import numpy as np
 from jrb import Sharded
 from jrb._core import eager, steps, transforming, validate
 from jrb._core.host_proxy import for_device
-from jrb._util import checks, pytree
+from jrb._util import casting, checks, pytree
+from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer
+from jrb.keys import ends_of, path_name
 from jrb.ring import Occupancy, Ring
 from jrb.samplers.prioritized import DROPPED
 from jrb.state import Buffer, BufferState
-from jrb.types import Context, DrawCounts, OrderedSampler, PrioritizedSampler, ShardedSampler
+from jrb.types import Context, DrawCounts, Item, OrderedSampler, PrioritizedSampler, ShardedSampler
 from jrb.types.messages import PartState
 from jrb.types.sampler import missing_method
+from jrb.writers import RoundRobin
 
 _PIECE = 8 << 20
 """Bytes of items that are copied at a time."""
+Convert = Callable[[Any], Any] | None
+"""A function from a stored item to a new one; None keeps items as they are."""
 _UNKNOWN = 2**30
 """Rows since the beginning of an episode, if unknown: more than any unit looks back."""
 
 
 def rebuild(
-    old: ReplayBuffer | Sharded, state: BufferState, new: ReplayBuffer | Sharded
+    old: ReplayBuffer | Sharded,
+    state: BufferState,
+    new: ReplayBuffer | Sharded,
+    *,
+    convert: Convert = None,
 ) -> BufferState:
     """Returns a state of another description, `new`, that holds the items of `state`.
 
@@ -58,12 +66,17 @@ def rebuild(
         old: the description of `state`.
         state: is only read; a storage on the host stays usable.
         new: the new description. A storage on the host makes new files at its path.
+        convert: a function of JAX from one stored item, without leading axes, to the new one, such
+            as one with a further leaf; it is compiled, and applied to all items. For objects, a
+            function of Python. If nothing else changes that draws depend on, items keep their
+            slots, and all other arrays stay: the same key draws the same.
 
     Returns:
         The state, on the default device.
 
     Raises:
-        TypeError: a buffer is a `Mix`, states are batched by `vmap`, or only one side has objects.
+        TypeError: a buffer is a `Mix`, states are batched by `vmap`, or only one side has objects;
+            or `convert` is no function, or returns leaves that are no arrays.
         ValueError: a part of `new` cannot use the items; or `num_envs` differs, and the unit would
             need rows from across a seam, or the order of a queue would be lost.
 
@@ -76,6 +89,8 @@ def rebuild(
         >>> jrb.items(new, state)["x"].tolist(), new.priorities(state).tolist()
         ([4, 5, 6, 7], [1.0, 1.0, 1.0, 1.0])
     """
+    if convert is not None and not callable(convert):
+        raise TypeError(f"convert: expected a function of one stored item, got {convert!r}.")
     for each in (old, new):
         single = each.buffer if isinstance(each, Sharded) else each
         if not isinstance(single, ReplayBuffer):
@@ -85,16 +100,18 @@ def rebuild(
             )
     if not isinstance(old, Sharded) and not isinstance(new, Sharded):
         _check_single(old, state, new)
-        return _refill(old, (state,), new, _select(old, state, new))
+        same = _with_converted(old, state, new, convert)
+        kept = None if same is not None else _select(old, state, new)
+        return _refill(old, (state,), new, kept, convert) if kept is not None else same
     states = {0: state}
     if isinstance(old, Sharded):
         shards = old.split(state)
         states = {number: jax.tree.map(jnp.asarray, one) for number, one in shards.items()}
     if not isinstance(new, Sharded):
-        return regrouped(old, states, new, 0)
+        return regrouped(old, states, new, 0, convert)
     # Each process makes the states of its own shards.
     numbers = sorted({number for group in new.layout.groups().values() for number in group})
-    return new.join({n: regrouped(old, states, new, n) for n in numbers})
+    return new.join({n: regrouped(old, states, new, n, convert) for n in numbers})
 
 
 # Copies that keep the order of rows; datasets and readers of other formats use these too.
@@ -210,13 +227,13 @@ def _newest_rows(ring: Ring, occupancy: Occupancy, limit: int) -> tuple[np.ndarr
     return np.where(mask, slots, slots[mask][:1]) if mask.any() else slots, mask
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _call(function: Callable[..., Any], part: Any, *args: Any) -> Any:
+@by_description("function")
+def _call(part: Any, *args: Any, function: Callable[..., Any]) -> Any:
     """Returns `function(part, *args)`, compiled once for each function and part."""
     return function(part, *args)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@by_description()
 def _is_episode_end(buffer: ReplayBuffer, writer: PartState, unit: PartState, slots: Any) -> Any:
     return buffer.unit.is_episode_end(steps.context_of(buffer, writer), unit, slots)
 
@@ -237,6 +254,98 @@ def _redeal(
     seams = seams[over:].reshape(envs, -1)
     seams[:, -1:] = True
     return line[over:].reshape(seams.shape).T, seams.T
+
+
+# Items that are converted.
+
+
+def _conversion(
+    buffer: ReplayBuffer, state: BufferState, convert: Convert
+) -> tuple[Item, Callable[[Any], Any]]:
+    """Returns the spec of a new item, and `convert` for rows `[T, E, ...]`, or a list of objects.
+
+    Without `convert`, items stay as they are.
+    """
+    if buffer.storage.of_objects:
+        return None, lambda objects: objects if convert is None else list(map(convert, objects))
+    spec = buffer.stored(state)
+    if convert is None:
+        return spec, lambda items: items
+
+    def checked(item: Item) -> Item:
+        made = casting.arrays(convert(item), "convert")
+        pytree.spec_of(made, "convert")  # raises where JAX would change a dtype
+        return made
+
+    made = jax.eval_shape(checked, spec)
+    if not jax.tree.leaves(made):
+        raise TypeError("convert: expected a function that returns the new item, got no leaf.")
+    return made, jax.jit(jax.vmap(jax.vmap(checked)))
+
+
+def _with_converted(
+    old: ReplayBuffer, state: BufferState, new: ReplayBuffer, convert: Convert
+) -> BufferState | None:
+    """Returns the state with new items in the same slots; None if other arrays have to change."""
+    same = {"storage": old.storage, "transforms": old.transforms, "batch_size": old.batch_size}
+    same |= {"min_size": old.min_size, "cast": old.cast}
+    if convert is None or dataclasses.replace(new, **same) != old:
+        return None
+    spec, convert_rows = _conversion(old, state, convert)
+    inner = for_device(new) if validate.on_host(new) else new
+    blank = validate.compiled_blank(inner).eval_shape(pytree.SpecKey(spec))
+    if not pytree.alike(blank.replace(storage=None), state.replace(storage=None)):
+        return None
+    ring, held, target = old.ring, old.writer.held(old.ring, state.writer), replay_target(new)
+    slots, mask = np.arange(int(held.size), dtype=np.int32)[:, None], None
+    if old.writer.is_chronological:
+        slots, mask = _newest_rows(ring, held, ring.capacity)
+    item_bytes = 1 if spec is None else pytree.nbytes(old.stored(state))
+    rows = list(pieces(np.arange(len(slots)), item_bytes * slots.shape[1]))
+    take = lambda at: old.take(state, jnp.asarray(slots[at]))
+    if not all(_keeps_index(old, state, items, convert_rows(items)) for items in map(take, rows)):
+        return None
+    # All rows are written again by a clock that begins at the oldest one.
+    result = eager.init(target, spec, None)
+    if not old.writer.is_chronological:
+        target = dataclasses.replace(target, writer=RoundRobin())
+    clock: Any = target.writer.init(target.ring, spec)
+    oldest = jnp.reshape(ring.row_of(held.first), clock.cursor.shape)
+    result = result.replace(writer=clock.replace(cursor=oldest), ring=target.ring)
+    for at in rows:
+        items = convert_rows(take(at))
+        if target.num_envs is None and not old.storage.of_objects:
+            items = jax.tree.map(lambda leaf: leaf[:, 0], items)
+        given = None if mask is None or mask[at].all() else jnp.asarray(mask[at])
+        if old.storage.of_objects:
+            envs = range(0, len(items), ring.envs)
+            lists = items if target.num_envs is None else [items[i : i + ring.envs] for i in envs]
+            result = target.extend(result, lists, given)
+        else:
+            result = eager.fill(target, result, items, None, given)
+    return state.replace(storage=result.storage)
+
+
+def _keeps_index(buffer: ReplayBuffer, state: BufferState, items: Item, made: Item) -> bool:
+    """Returns True if a conversion changes no leaf from which unit or writer have learned."""
+    if buffer.storage.of_objects:
+        return True
+    before, after = (
+        dict(zip(pytree.leaf_names(tree), map(casting.raw, jax.tree.leaves(tree)), strict=True))
+        for tree in (items, made)
+    )
+    names: set[str] = set()
+    if not buffer.unit.one_row:
+        names = {*buffer.keys.flags(items), *buffer.keys.flags(made)}
+    if state.numbers is not None and buffer.keys.episode is not None:
+        names.add(path_name(buffer.keys.episode))
+    for name in {*before, *after}:
+        try:
+            buffer.writer.writable().check_edit("rebuild", frozenset({name}))
+        except ValueError:  # the writer ranks items by this leaf
+            names.add(name)
+    is_same = lambda name: np.array_equal(before[name], after[name])
+    return all(name in before and name in after and is_same(name) for name in names)
 
 
 # The new state. Slot s of old state k has number k N + s.
@@ -264,14 +373,20 @@ def _read(
 
 
 def _refill(
-    old: ReplayBuffer, states: Sequence[BufferState], new: ReplayBuffer, kept: _Selection
+    old: ReplayBuffer,
+    states: Sequence[BufferState],
+    new: ReplayBuffer,
+    kept: _Selection,
+    convert: Convert,
 ) -> BufferState:
     """Returns a state of the new description that holds a selection of the old items."""
-    result, state, transforms = _write_items(old, states, new, kept), states[0], ()
+    spec, convert = _conversion(old, states[0], convert)
+    result = _write_items(old, states, new, kept, spec, convert)
+    state, transforms = states[0], ()
     if transforming.learning(new.transforms):  # their state is the old one, or learned from items
         none = jnp.zeros(1, jnp.int32)
         context = Context(new.ring, new.keys, Occupancy(none, none))
-        blank = transforming.init(new.transforms, context, old.stored(state))
+        blank = transforming.init(new.transforms, context, spec)
         learned = transforming.adopted((new.transforms, result.transforms), (new.transforms, blank))
         before = old.transforms, state.transforms
         transforms = transforming.adopted(before, (new.transforms, learned))
@@ -297,18 +412,22 @@ def _refill(
 
 
 def _write_items(
-    old: ReplayBuffer, states: Sequence[BufferState], new: ReplayBuffer, kept: _Selection
+    old: ReplayBuffer,
+    states: Sequence[BufferState],
+    new: ReplayBuffer,
+    kept: _Selection,
+    spec: Item,
+    convert: Callable[[Any], Any],
 ) -> BufferState:
     """Returns a new state to which the selected items were written."""
     slots, cuts, target = kept.slots, kept.cuts, replay_target(new)
     mask = None if kept.mask.all() else jnp.asarray(kept.mask)
     if new.storage.of_objects:
-        objects = old.take(states[0], jnp.asarray(slots.reshape(-1)))
+        objects = convert(old.take(states[0], jnp.asarray(slots.reshape(-1))))
         if target.num_envs is not None:
             envs = slots.shape[1]
             objects = [objects[start : start + envs] for start in range(0, len(objects), envs)]
         return target.extend(target.init(None), objects, mask).replace(ring=new.ring)
-    spec = old.stored(states[0])
     result = eager.init(target, spec, None)
     if len(slots) and cuts is not None and old.writer.is_chronological:
         # The rows of its episode before the first row of each environment, int32 `[E]`.
@@ -322,8 +441,11 @@ def _write_items(
         before = jnp.asarray(np.where(kept.mask.any(axis=0), before, 0), jnp.int32)
         result = result.replace(unit=target.unit.init_mid_episode(result.unit, before))
     for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
-        items = _read(old, states, slots[piece], old.take, 1)
-        seams = None if cuts is None else jnp.asarray(cuts[piece])
+        before = _read(old, states, slots[piece], old.take, 1)
+        items, seams = convert(before), None if cuts is None else jnp.asarray(cuts[piece])
+        if items is not before and cuts is not None and old.num_envs == new.num_envs:
+            if old.keys.flags(before):  # ends with a flag are those that the new flags tell
+                seams &= ~ends_of(before, old.keys)
         if target.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
         result = eager.fill(target, result, items, seams, None if mask is None else mask[piece])
@@ -353,11 +475,11 @@ def _sampler_state(
         elif len(states) > 1 and not old.consumes:  # queues without pending items are all alike
             raise missing_method(old, "concat_shard_states", "rebuild", "ShardedSampler")
         import_state = type(sampler).import_state
-        return _call(import_state, sampler, result.sampler, state, slots, new_slots)
+        return _call(sampler, result.sampler, state, slots, new_slots, function=import_state)
     if not (isinstance(old, PrioritizedSampler) and isinstance(sampler, PrioritizedSampler)):
         return result.sampler
     raw = jnp.concatenate([old.priorities(state) for state in states])[slots]
-    assigned = _call(type(sampler).assign, sampler, result.sampler, new_slots, raw, None)
+    assigned = _call(sampler, result.sampler, new_slots, raw, None, function=type(sampler).assign)
     dropped = new_slots[np.asarray(raw == DROPPED)]
     if not dropped.size:
         return assigned
@@ -369,6 +491,7 @@ def regrouped(
     states: Mapping[int, BufferState],
     new: ReplayBuffer | Sharded,
     number: int,
+    convert: Convert = None,
 ) -> BufferState:
     """Returns the state of new shard `number`, 0 for a single buffer, from states of old shards.
 
@@ -376,6 +499,9 @@ def regrouped(
     """
     part, target = (one.part if isinstance(one, Sharded) else one for one in (old, new))
     _check_shards(old, states, new)
+    same = _with_converted(part, states[number], target, convert) if part == target else None
+    if same is not None:
+        return same
     first = number * target.ring.envs  # environments are dealt to shards in their order
     stop = first + target.ring.envs
     needed = list(range(first // part.ring.envs, -(-stop // part.ring.envs)))
@@ -403,7 +529,7 @@ def regrouped(
     # Masked entries get any slot of their environment.
     slots = np.where(mask, slots, np.max(np.where(mask, slots, 0), axis=0))
     kept = _Selection(slots.astype(np.int32), mask, cuts)
-    return _refill(part, [states[k] for k in needed], target, kept)
+    return _refill(part, [states[k] for k in needed], target, kept, convert)
 
 
 # Checks.

@@ -14,6 +14,7 @@ from jrb._core import eager, steps
 from jrb._core.validate import takes_state
 from jrb._util import casting, checks, display, pytree, splitting
 from jrb._xla import random_bits
+from jrb._xla.compiling import per_description
 from jrb.buffer import ReplayBuffer, draw_arguments
 from jrb.state import Buffer, BufferState, Device, Memory, Sample, check_origin
 from jrb.types import Item, Sampler
@@ -172,7 +173,7 @@ class Mix:
         if proportions is None:
             counts = self._counts(size)
             after, parts = self._parts(states, keys, counts, counts, beta)
-            merge = _interleaved_parts if self.exact else _concatenated
+            merge = _interleaved_parts(self) if self.exact else _concatenated
             return tuple(after), self._within(merge, (), (parts,), merges=True)
         # Shapes may not depend on the proportions: each buffer draws B items, and of these its part
         # of the batch is chosen.
@@ -193,7 +194,7 @@ class Mix:
             num_shards = self._shards
             each = jnp.broadcast_to(per_shard, (num_shards, shares.size))
             chosen = each, jax.random.split(keys[-1], num_shards)
-        merge = _interleaved_choice if self.exact else _chosen
+        merge = (_interleaved_choice if self.exact else _chosen)(self)
         sample = self._within(merge, chosen, (parts,), merges=True)
         drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
         for number, sampler in enumerate(self._samplers):
@@ -308,8 +309,7 @@ def _concatenated(parts: list[Sample]) -> Sample:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
-@jax.jit
-def _chosen(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
+def _choose(mix: "Mix", shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
     """Returns `shares[k]` random rows of each part k, in order of k; `shares` is int32 `[K]`."""
     size = parts[0].indices.shape[0]
     place, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(shares, dtype=jnp.int32)
@@ -322,20 +322,23 @@ def _chosen(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
     return jax.tree.map(lambda leaf: leaf[row], _concatenated(parts))
 
 
+_chosen = per_description()(_choose)
+
+
 def _interleaved(sample: Sample, num_buffers: int) -> Sample:
     """Returns a batch whose sources alternate as evenly as their shares allow."""
     order = splitting.alternating(jnp, sample.info["source"], num_buffers)
     return jax.tree.map(lambda leaf: leaf[order], sample)
 
 
-@jax.jit
-def _interleaved_parts(parts: list[Sample]) -> Sample:
+@per_description()
+def _interleaved_parts(mix: "Mix", parts: list[Sample]) -> Sample:
     return _interleaved(_concatenated(parts), len(parts))
 
 
-@jax.jit
-def _interleaved_choice(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
-    return _interleaved(_chosen(shares, key, parts), len(parts))
+@per_description()
+def _interleaved_choice(mix: "Mix", shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
+    return _interleaved(_choose(mix, shares, key, parts), len(parts))
 
 
 Description = Buffer | Mix | Sharded

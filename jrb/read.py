@@ -15,6 +15,7 @@ import numpy as np
 from jrb._core import editing, validate
 from jrb._core.steps import context_of
 from jrb._util import casting, checks, pytree
+from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.keys import check_ends, leaves_at
 from jrb.state import BufferState
@@ -237,7 +238,7 @@ def has_episodes(buffer: ReplayBuffer, state: BufferState) -> bool:
     return keys.episode is not None or bool(keys.flags(storage.spec(state.storage)))
 
 
-@jax.jit
+@by_description()
 def _ends_and_rewards(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, Any]:
     """Returns ends, bool `[R, E]`, and rewards, `[R, E, ...]` or None, from the oldest row on."""
     context = context_of(buffer, state.writer)
@@ -307,7 +308,7 @@ def anchors_in_order(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarr
     return jax.device_get(_anchors(buffer, state.replace(storage=None)))
 
 
-@jax.jit
+@by_description()
 def _anchors(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
     # A fixed shape: the number of anchors is known on the device only.

@@ -1,7 +1,6 @@
 """The state of a buffer, the sample, and the protocol of descriptions."""
 
 import dataclasses
-import functools
 import hashlib
 import os
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
@@ -12,6 +11,7 @@ import numpy as np
 
 from jrb._util import display, pytree, wording
 from jrb._util.pytree import HostState
+from jrb._xla.compiling import kept_by_description
 from jrb.keys import Keys
 from jrb.ring import Ring
 
@@ -131,7 +131,7 @@ class Sample(pytree.State):
         }
 
 
-@functools.lru_cache(maxsize=1024)
+@kept_by_description
 def origin_of(buffer: "Buffer") -> str:
     """Returns the `origin` of samples, such as "ReplayBuffer(capacity=64) 5f0a6c9d81e2".
 

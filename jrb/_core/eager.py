@@ -17,6 +17,7 @@ import numpy as np
 
 from jrb._core import debugging, editing, steps, transforming
 from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, without_items
+from jrb._core.lengths import lengths_of
 from jrb._core.validate import (
     blank,
     check,
@@ -29,7 +30,12 @@ from jrb._core.validate import (
 )
 from jrb._util import casting, checks, pytree
 from jrb._util.pytree import Leaf, SpecKey
-from jrb._xla.compiling import by_description, per_description, standalone_program
+from jrb._xla.compiling import (
+    by_description,
+    kept_by_description,
+    per_description,
+    standalone_program,
+)
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import Item, PrioritizedSampler, TransformContext
 from jrb.types.messages import PartState
@@ -94,7 +100,7 @@ def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
         device = jax.sharding.SingleDeviceSharding(device)
     if device is not None:
         return jax.jit(lambda: blank(buffer, spec), out_shardings=device)()
-    state = compiled_blank(buffer, SpecKey(spec))
+    state = compiled_blank(buffer)(SpecKey(spec))
     # If memory is short, this raises here, and not at some later call.
     return state if is_traced(state) else jax.block_until_ready(state)
 
@@ -102,7 +108,7 @@ def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
 def nbytes(buffer: Buffer, spec: Item, where: str | None) -> int:
     """Returns the bytes that `init` allocates: on the "device", the "host", in "files", or all."""
     inner = for_device(buffer) if on_host(buffer) else buffer
-    sizes = [{"device": pytree.nbytes(compiled_blank.eval_shape(inner, SpecKey(spec)))}]
+    sizes = [{"device": pytree.nbytes(compiled_blank(inner).eval_shape(SpecKey(spec)))}]
     if on_host(buffer):
         is_chronological = buffer.writer.is_chronological
         sizes += [buffer.storage.nbytes(buffer.ring, spec, is_chronological=is_chronological)]
@@ -213,12 +219,10 @@ def fill(
 ) -> Any:
     """Writes in place, also outside `jit`, to a state that nobody else uses."""
     check_state(buffer, state)
-    if on_host(buffer):
-        return write(buffer, state, items, mask, cuts)
-    return _fill(buffer, state, casting.copy_arrays(items), mask, cuts)
-
-
-_fill = jax.jit(steps.write, donate_argnums=1)
+    with lengths_of(buffer).padded(state, items, mask, cuts) as (items, mask, cuts):
+        if on_host(buffer):
+            return write(buffer, state, items, mask, cuts)
+        return _write_in_place(buffer, state, casting.copy_arrays(items), mask, cuts)
 
 
 def expire(buffer: Buffer, state: BufferState, spec: Item, num_rows: jax.Array | np.ndarray) -> Any:
@@ -264,10 +268,12 @@ def write_objects(
         priorities = checks.given_priorities(method, priorities, blanks.shape)
     if not rows:
         return state
-    arrays = {"item": blanks}
-    if buffer.writer.blocks_when_full:
-        _check_room(buffer, state, arrays, mask)
-    return _put(buffer, state, arrays, rows, (mask, None, priorities), donate)
+    with lengths_of(buffer).padded(state, {"item": blanks}, mask, priorities) as given:
+        arrays, mask, priorities = given
+        rows += [[None] * len(rows[0])] * (len(arrays["item"]) - len(rows))
+        if buffer.writer.blocks_when_full:
+            _check_room(buffer, state, arrays, mask)
+        return _put(buffer, state, arrays, rows, (mask, None, priorities), donate)
 
 
 # Draws.
@@ -353,7 +359,7 @@ def explain_no_draw(buffer: Buffer, size: int, num_anchors: int, is_masked: bool
     return f"expected something to draw, got a buffer of size {size} {why}. {cure}".rstrip()
 
 
-@functools.lru_cache(maxsize=64)
+@kept_by_description
 def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
     """Returns how many transforms are compiled into a draw, and the function that draws."""
     # The function returns the sampler's state and the sample; None if some arguments are traced.
@@ -463,7 +469,7 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
         # The check is compiled for each length: take powers of two.
         padded = np.zeros(1 << (slots.size - 1).bit_length(), np.int32)
         padded[: slots.size] = slots.reshape(-1)
-        holds = steps.holds(buffer.writer, buffer.ring, state.writer, jax.device_put(padded))
+        holds = steps.holds(buffer, state.writer, jax.device_put(padded))
         is_empty = ~np.asarray(holds)[: slots.size].reshape(slots.shape)
         if is_empty.any():
             raise ValueError(
@@ -590,7 +596,7 @@ def rewrite(
         if not is_traced(state):
             warn_of_copies(buffer, state)
         return editing.rewrite(buffer, state, function, batch_size)
-    order, count = steps.in_order(buffer.writer, buffer.ring, state.writer)
+    order, count = steps.in_order(buffer, state.writer)
     # Oldest first, as inside `jit`.
     slots, compiled, cuts = np.asarray(order)[: int(count)], jax.jit(function), None
     for start in range(0, len(slots), batch_size):

@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -10,6 +9,7 @@ import jax
 
 from jrb._core import transforming
 from jrb._util import pytree
+from jrb._xla.compiling import kept_by_description
 from jrb.state import Buffer, BufferState
 from jrb.types import Context, Item, SlotsForLeaf, Storage, WritePlan
 from jrb.types.messages import PartState
@@ -90,7 +90,7 @@ class HostStorageProxy(DeviceProxy):
         return state
 
 
-@functools.lru_cache(maxsize=64)
+@kept_by_description
 def for_device(buffer: Buffer) -> Any:
     """Returns the description for compiled parts: `storage.device_part` replaces the storage."""
     storage = buffer.storage
@@ -103,7 +103,7 @@ def on_device(buffer: Buffer, state: BufferState) -> Any:
     return state.replace(storage=buffer.storage.device_state(state.storage))
 
 
-@functools.lru_cache(maxsize=64)
+@kept_by_description
 def without_items(buffer: Buffer) -> Any:
     """Returns the description for methods that leave items alone: as results, these are copied."""
     learning = tuple(transforming.learning(buffer.transforms))

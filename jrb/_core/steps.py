@@ -16,7 +16,6 @@ from jrb._core import transforming
 from jrb._xla import dependencies, gather
 from jrb._xla.compiling import by_description
 from jrb.keys import episode_changes
-from jrb.ring import Ring
 from jrb.state import Buffer, BufferState, Sample, origin_of
 from jrb.types import (
     Context,
@@ -31,7 +30,6 @@ from jrb.types import (
     TransformContext,
     Unit,
     WritePlan,
-    Writer,
 )
 from jrb.types.messages import PartState, put_rows
 from jrb.types.sampler import missing_method
@@ -43,24 +41,35 @@ def context_of(buffer: Buffer, writer: PartState) -> Context:
     return Context(buffer.ring, buffer.keys, held, _reads_windows(buffer.unit))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=64)
 def _reads_windows(unit: Unit) -> bool:
     return unit.row_steps is not None
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def in_order(writer: Writer, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
+@by_description()
+def in_order(buffer: Buffer, writer: PartState) -> tuple[jax.Array, jax.Array]:
     """Returns all slots, int32 `[N]`, held ones first, oldest to newest; and the number held."""
-    return writer.in_order(ring, state)
+    return buffer.writer.in_order(buffer.ring, writer)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def holds(writer: Writer, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
+@by_description()
+def holds(buffer: Buffer, writer: PartState, slots: jax.Array) -> jax.Array:
     """Returns which of some slots, int32 `[K]`, hold items, bool `[K]`."""
-    return writer.held(ring, state).holds(ring, slots)
+    return buffer.writer.held(buffer.ring, writer).holds(buffer.ring, slots)
 
 
 # Writes.
+
+
+def invert(buffer: Buffer, items: Item, num_axes: int) -> Item:
+    """Returns items, leaves `[T, E, ...]`, after the inverses of all transforms, to be stored."""
+    inverse = functools.partial(transforming.inward, buffer.transforms)
+    for _ in range(num_axes):  # inverses take one item
+        inverse = jax.vmap(inverse)
+    return inverse(items)
+
+
+invert_compiled = by_description("num_axes")(invert)
 
 
 @by_description()

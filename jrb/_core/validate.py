@@ -23,7 +23,7 @@ from jrb._core.steps import context_of
 from jrb._util import pytree, wording
 from jrb._util.pytree import Leaf, SpecKey
 from jrb._xla import compat
-from jrb._xla.compiling import entry
+from jrb._xla.compiling import entry, kept_by_description
 from jrb.keys import no_numbers
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
@@ -66,10 +66,10 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def compiled_blank(buffer: Buffer, spec: SpecKey) -> Any:
-    """Calls `blank` as a compiled program, traced once for `init` and for the checks of states."""
-    return blank(buffer, spec.spec)
+@kept_by_description
+def compiled_blank(buffer: Buffer) -> Any:
+    """Returns `blank` as a compiled function of a `SpecKey`, traced once for all uses."""
+    return jax.jit(lambda spec: blank(buffer, spec.spec), static_argnums=0)
 
 
 def _attached(buffer: Buffer, state: PartState) -> Any:
@@ -156,10 +156,14 @@ def check(buffer: Buffer, state: BufferState, spec: SpecKey | None = None) -> No
             f"expected a state of this buffer, with arrays for leaves, got {type(odd).__name__}. "
             "Pass the state that the last method returned."
         ) from None
-    _check(buffer, structure, kinds, spec)
+    _checks(buffer)(structure, kinds, spec)
 
 
-@functools.lru_cache(maxsize=256)
+@kept_by_description
+def _checks(buffer: Buffer) -> Callable[[Any, tuple, SpecKey | None], None]:
+    return functools.lru_cache(maxsize=64)(functools.partial(_check, buffer))
+
+
 def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -> None:
     """Checks the structure, shapes and dtypes of a state; success is cached."""
 
@@ -219,7 +223,7 @@ def _odd_part(buffer: Buffer, state: BufferState, spec: SpecKey | None) -> str |
     try:
         item = buffer.storage.spec(state.storage) if spec is None else spec.spec
         # From the cache of `jit`: `init` has traced the same call.
-        own = compiled_blank.eval_shape(buffer, SpecKey(item))
+        own = compiled_blank(buffer).eval_shape(SpecKey(item))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return "storage"  # anything that parts raise for a state that is not theirs
     for name in (*_PARTS, "numbers"):
@@ -342,19 +346,23 @@ class PriorityWarning(UserWarning):
 _MANY_BYTES = 1_000_000
 _FLOAT32 = np.dtype(np.float32)
 _BITS_OF_INFINITY = 0x7F800000  # the bits of NaN and of negative numbers are larger as uint32
-_warned_of_copies: set[Any] = set()
-_warned_of_refused: set[Any] = set()
+
+
+@kept_by_description
+def _warned_of(description: Hashable) -> set[str]:
+    """Returns a set of what users of this description were warned of, to add to."""
+    return set()
 
 
 def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None:
     """Warns once per description that a write copies a large state; `depth` is the stacklevel."""
-    if buffer in _warned_of_copies:
+    if "copies" in _warned_of(buffer):
         return
     # The description is remembered only after a warning: a larger state may follow a small one.
     size = pytree.nbytes(state)
     if size <= _MANY_BYTES:
         return
-    _warned_of_copies.add(buffer)
+    _warned_of(buffer).add("copies")
     warnings.warn(
         f"add, extend: outside jit each call copies the whole buffer, {wording.bytes_text(size)}. "
         "Use the methods of jrb.jitted(buffer), which write in place, or call the method in a "
@@ -383,12 +391,12 @@ def warn_of_refused(
     bits = values.reshape(-1).view(np.uint32)
     if not bits.size or bits[bits.argmax()] < _BITS_OF_INFINITY:
         return
-    if buffer in _warned_of_refused or not _is_on_cpu(mask):
+    if "priorities" in _warned_of(buffer) or not _is_on_cpu(mask):
         return
     mask = np.asarray(mask)
     wrong = ~((values >= 0) & (values < np.inf)) & (mask if mask.shape == values.shape else True)
     if wrong.any():
-        _warned_of_refused.add(buffer)
+        _warned_of(buffer).add("priorities")
         warnings.warn(
             f"{method}: {wrong.sum()} priorities are NaN, infinite or negative, such as "
             f"{values[wrong][0]}: they are refused, and the state counts them. Give "

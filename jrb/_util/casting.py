@@ -67,10 +67,10 @@ def kept(items: PyTree, what: str) -> Any:
 
     def convert(path: Any, leaf: Leaf) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+            return jax.ShapeDtypeStruct(leaf.shape, pytree.kept_dtype(leaf.dtype))
         if is_kept(leaf) or leaf.dtype.char in _NO_NUMBERS:
             return leaf
-        return _cast(path, leaf, jax.dtypes.canonicalize_dtype(leaf.dtype), what)
+        return _cast(path, leaf, pytree.kept_dtype(leaf.dtype), what)
 
     return jax.tree_util.tree_map_with_path(convert, items)
 
@@ -81,7 +81,7 @@ def is_kept(leaf: Leaf) -> bool:
         return True
     if leaf.dtype.char in _NO_NUMBERS:
         return False
-    return jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
+    return pytree.kept_dtype(leaf.dtype) == leaf.dtype
 
 
 def accepted(items: PyTree, what: str, cast: bool) -> Any:
@@ -129,7 +129,10 @@ def _goes_into(dtype: DType, target: Any) -> bool:
     """Returns True if a dtype is of the target's kind or a lesser one; all integers must fit."""
     if any(jnp.issubdtype(each, jax.dtypes.extended) for each in (dtype, target)):
         return False
-    rank = lambda dtype: next(n for n, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind))
+    if dtype.kind == "m":  # NumPy's spans of time count as integers
+        return False
+    is_kind = lambda dtype: [jnp.issubdtype(dtype, kind) for kind in _KINDS]
+    rank = lambda dtype: [*is_kind(dtype), True].index(True)  # what is no number comes last
     if rank(dtype) == rank(target) and jnp.issubdtype(target, jnp.integer):
         return np.can_cast(dtype, target)
     return rank(dtype) <= rank(target)

@@ -86,7 +86,7 @@ def _old_style_shape(implementation: str) -> tuple[int, ...]:
 
 def mask(method: str, value: object, shape: tuple[int, ...], meaning: str) -> jax.Array:
     """Returns a mask as a JAX array; raises unless it is bool and of this shape."""
-    array = jnp.asarray(casting.copy_array(value))
+    array = value if isinstance(value, jax.Array) else np.array(value)
     if array.dtype != jnp.bool_:
         raise TypeError(
             f"{method}: mask: expected dtype bool, got {array.dtype}. Compare, do not cast."
@@ -95,7 +95,7 @@ def mask(method: str, value: object, shape: tuple[int, ...], meaning: str) -> ja
         raise ValueError(
             f"{method}: mask: expected shape {shape}, got {array.shape}. It says {meaning}."
         )
-    return array
+    return jnp.asarray(array)
 
 
 def number(name: str, value: Leaf) -> jax.Array:

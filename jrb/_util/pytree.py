@@ -293,11 +293,12 @@ def _leaf_spec(where: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
     dtype = leaf.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         dtype = np.dtype(dtype)
-        if dtype.kind in "OSUMm" or dtype.fields is not None:
+        if dtype.kind in "OSUMmV" and dtype.type.__module__ == "numpy":  # bfloat16 is of kind V
             raise TypeError(
-                f"{where}: expected numbers, got dtype {dtype}. Encode it, or leave it out."
+                f"{where}: expected numbers, got dtype {dtype}. Encode it as numbers, such as "
+                ".view('uint8') for bytes, or each field as a leaf; or leave it out."
             )
-        kept = jax.dtypes.canonicalize_dtype(dtype)
+        kept = kept_dtype(dtype)
         if kept != dtype:
             raise TypeError(
                 f"{where}: expected a dtype that JAX keeps, got {dtype}, which becomes {kept}. "
@@ -305,6 +306,12 @@ def _leaf_spec(where: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
                 "jax_enable_x64."
             )
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
+
+
+def kept_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which JAX keeps numbers of a dtype."""
+    wider = {"g": np.float64, "G": np.complex128}  # JAX refuses float128 and complex256
+    return jax.dtypes.canonicalize_dtype(wider.get(np.dtype(dtype).char, dtype))
 
 
 def no_array(where: str, leaf: Leaf) -> TypeError:

@@ -10,19 +10,23 @@ one method that Python calls. To wake a thread costs ten times as much in the se
 (see `jrb._xla.gather`).
 """
 
+import collections
 import contextvars
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 from jax import lax
 
+from jrb._util import pytree
 from jrb._xla import compat
 
 Axes = frozenset[Any]
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class SerialLimits(NamedTuple):
@@ -122,13 +126,84 @@ def manual_axes() -> Axes:
     return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
 
 
+class _Results(dict):
+    """What functions `kept_by_description` returned for a description, by function.
+
+    Attributes:
+        description: a copy of the description. No result refers to the user's object, whose end
+            would otherwise not be noticed.
+        is_derived: True if the description is itself a result for another one, with which it goes.
+    """
+
+    __slots__ = ("__weakref__", "description", "is_derived")
+
+    def __init__(self, description: Any) -> None:
+        super().__init__()
+        self.description: Any = description
+        self.is_derived: bool = False
+
+
+_MOST_DROPPED = 12
+_living: dict[int, tuple[weakref.ref, _Results]] = {}  # by the `id` of a description
+_by_value: "weakref.WeakValueDictionary[Any, _Results]" = weakref.WeakValueDictionary()
+_dropped: collections.OrderedDict[int, _Results] = collections.OrderedDict()
+
+
+def _results_of(description: Any) -> _Results:
+    """Returns the results for all descriptions that equal this one."""
+    entry = _living.get(id(description))
+    if entry is not None and entry[0]() is description:
+        return entry[1]
+    results = _by_value.get(description)
+    if results is None:
+        own = object.__new__(type(description))
+        vars(own).update(vars(description))
+        _by_value[own] = results = _Results(own)
+    if results.description is not description:  # else a program has asked, while it is traced
+        reference = weakref.ref(description, functools.partial(_let_go, id(description)))
+        _living[id(description)] = reference, results
+    return results
+
+
+def _let_go(key: int, _: weakref.ref) -> None:
+    """Removes a description that is gone; the results of the last few stay, should they return."""
+    _, results = _living.pop(key)
+    if results.is_derived:
+        return
+    _dropped[id(results)] = results
+    _dropped.move_to_end(id(results))
+    while len(_dropped) > _MOST_DROPPED:
+        _dropped.popitem(last=False)
+
+
+def kept_by_description(function: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Caches the results of a function of a description for as long as an equal one lives.
+
+    Compiled programs of a description that nobody can use again would take some 10 MB each in a
+    sweep over many. Those of the last few that are gone are kept, for loops that make equal
+    descriptions anew. The function gets a copy of the description.
+    """
+
+    @functools.wraps(function)
+    def kept(description: Any) -> T:
+        results = _results_of(description)
+        if function not in results:
+            result: Any = function(results.description)
+            results[function] = result
+            if pytree.is_component(type(result)):
+                _results_of(result).is_derived = True
+        return results[function]
+
+    return kept
+
+
 def per_description(
     *static: str, donated: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Any]], Callable[[Any], Any]]:
     """Turns `function(description, *arrays)` into a function from a description to its program.
 
     A call of the compiled program inspects arrays only. If the description were a static argument,
-    it would be compared field by field at every call.
+    it would be compared field by field at every call, and never be freed.
 
     Args:
         static: the names of static arguments.
@@ -136,18 +211,20 @@ def per_description(
     """
 
     def decorated(function: Callable[..., Any]) -> Callable[[Any], Any]:
-        @functools.lru_cache(maxsize=1024)
-        def compiled(description: Any, limits: SerialLimits) -> Any:
-            return jax.jit(
-                functools.partial(traced_with(limits, entry(function)), description),
-                static_argnames=static,
-                donate_argnames=donated,
-                # Inside a larger program, a separate function would have to be lowered, called,
-                # and inlined again by XLA.
-                inline=True,
+        @kept_by_description
+        def programs(description: Any) -> Callable[[SerialLimits], Any]:
+            return functools.cache(
+                lambda limits: jax.jit(
+                    functools.partial(traced_with(limits, entry(function)), description),
+                    static_argnames=static,
+                    donate_argnames=donated,
+                    # Inside a larger program, a separate function would have to be lowered,
+                    # called, and inlined again by XLA.
+                    inline=True,
+                )
             )
 
-        return lambda description: compiled(description, current_limits())
+        return lambda description: programs(description)(current_limits())
 
     return decorated
 

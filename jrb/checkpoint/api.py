@@ -324,6 +324,7 @@ class _Options(TypedDict, total=False):
 
     example: Item
     decode: Hooks
+    convert: Hooks
     items: Item
     cast: bool
     capacity: int | None
@@ -375,6 +376,7 @@ def load(
     example: Item = None,
     extra: Item = None,
     decode: Hooks = None,
+    convert: Hooks = None,
     items: Item = None,
     cast: bool = False,
     capacity: int | None = None,
@@ -400,6 +402,10 @@ def load(
             JAX array on the same device, a NumPy array, or a Python number.
         decode: the inverse of the `encode` of the save. For each chunk, it takes NumPy arrays
             `[K, ...]` and returns items as they are stored. For several buffers, as for `encode`.
+        convert: a function from one stored item to the new one, such as one with a further leaf, as
+            for `jrb.rebuild`; for several buffers, one for all, or a dict. Priorities and all else
+            that stays valid are kept; `example` is an item as it was saved. Items on the host go
+            to a temporary store, or to that of `buffer`, which must have another path.
         items: for a checkpoint that was saved with `items=False`, the result of
             `jrb.items(buffer, state)` at that time: arrays `[K, ...]`, oldest first, keys as their
             words; for a `ListStorage`, a list. Some are compared with saved checksums. For several
@@ -441,7 +447,10 @@ def load(
         read = functools.partial(_hdf5().load, cast=cast)
     elif generation is not None:
         checks.count("generation", generation)
-    loaded, state, *besides = _read_as(read, path, buffer, example, device)
+    if convert is None:
+        loaded, state, *besides = _read_as(read, path, buffer, example, device)
+    else:
+        loaded, state, *besides = _read_converted(read, path, buffer, example, device, convert)
     if capacity is None and num_envs is ...:
         return loaded, state, *besides
     if not isinstance(loaded, ReplayBuffer):
@@ -478,6 +487,49 @@ def _read_as(
             raise
     state = rebuild(loaded, state, buffer)
     return buffer, state if device is None else jax.device_put(state, device), *besides
+
+
+def _read_converted(
+    read: Callable[..., Any], path: str, buffer: Several, example: Item, device: Device, hooks: Any
+) -> Any:
+    """Reads buffers and their states as they were saved, and converts all items."""
+    try:
+        loaded, state, *besides = read(path, None, example, None)
+    except descriptions.UnknownError:  # only a description that has its functions can load it
+        saved = buffer
+        if isinstance(buffer, ReplayBuffer):
+            saved = schema.loadable(buffer, given=False)  # `buffer` gets the new items
+        loaded, state, *besides = read(path, saved, example, None)
+
+    loaded, state = _converted(path, loaded, state, buffer, hooks)
+    return loaded, state if device is None else jax.device_put(state, device), *besides
+
+
+def _converted(path: str, old: Any, state: Any, new: Any, hook: Any) -> tuple[Any, Any]:
+    """Returns the descriptions and states with converted items; `new` may be None."""
+    if isinstance(old, ReplayBuffer | Sharded):
+        if schema.is_at(path, new):
+            raise ValueError(
+                f"load: convert: expected a storage at another path than {path}, where the rows "
+                "are that are converted. Save there afterwards, or give it a new path."
+            )
+        if new is None:
+            new = schema.loadable(old, given=False) if isinstance(old, ReplayBuffer) else old
+        return new, rebuild(old, state, new, convert=hook)
+    parts, states = descriptions.each(old), descriptions.each(state)
+    hooks = descriptions.hook_for_each(old, hook, "load: convert functions")
+    news = dict.fromkeys(parts)
+    if new is not None:
+        plain = [each.buffers if isinstance(each, Mix) else each for each in (old, new)]
+        news = descriptions.for_each(*plain, "load: buffers")
+    done = {n: _converted(path, parts[n], states[n], news[n], hooks[n]) for n in parts}
+    buffers, states = ({n: pair[i] for n, pair in done.items()} for i in range(2))
+    if isinstance(old, dict):
+        return buffers, states
+    if isinstance(old, Mix):
+        old = old if new is None else new
+        return dataclasses.replace(old, buffers=tuple(buffers.values())), tuple(states.values())
+    return tuple(buffers.values()), tuple(states.values())
 
 
 def load_generation(

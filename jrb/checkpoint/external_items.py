@@ -22,6 +22,7 @@ from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb._util import casting, pytree
+from jrb._xla.compiling import by_description
 from jrb.checkpoint import descriptions, schema
 from jrb.checkpoint.schema import Snapshot, StateRows
 from jrb.state import Buffer, BufferState, Device
@@ -379,7 +380,7 @@ def attach(buffer: Buffer, state: BufferState, view: Any) -> Any:
     return state.replace(storage=buffer.storage.attach(buffer.ring, view, held))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+@by_description(donated=("storage",))
 def _put(
     buffer: Buffer,
     storage: Any,
@@ -415,7 +416,7 @@ def _put(
 
 def in_order(buffer: Buffer, writer: PartState) -> np.ndarray:
     """Returns the slots that hold items, oldest first."""
-    slots, count = steps.in_order(buffer.writer, buffer.ring, writer)
+    slots, count = steps.in_order(buffer, writer)
     return np.asarray(slots)[: int(count)]
 
 

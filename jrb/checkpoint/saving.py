@@ -17,7 +17,6 @@ the first one writes the common generation when all have written theirs.
 import abc
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import zlib
@@ -39,6 +38,7 @@ from jrb._store.threads import share
 from jrb._util import casting, pytree
 from jrb._util.pytree import Leaf
 from jrb._xla import compat
+from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions, external_items, manifest, objects, schema
 from jrb.checkpoint.descriptions import Several
@@ -590,7 +590,7 @@ def _as_saved(last: Generation, state: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(parts), leaves)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@by_description("axes", "count")
 def _stamps(buffer: Buffer, axes: int, count: int, writer: PartState) -> jax.Array:
     """Returns the writer's stamps of the first `count` slots, uint32 `[V, count]`."""
     slots = jnp.arange(count, dtype=jnp.int32)

@@ -13,7 +13,7 @@ import importlib
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeGuard
 
 import jax
@@ -32,6 +32,7 @@ from jrb._store.table import Column
 from jrb._util import casting, display, pytree
 from jrb._util.pytree import Leaf, PyTree
 from jrb._xla import compat
+from jrb._xla.compiling import kept_by_description
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions
 from jrb.mix import Description
@@ -279,13 +280,17 @@ def snapshot(buffer: Buffer, state: BufferState) -> Snapshot:
 def blank(buffer: Buffer, spec: Item) -> Any:
     """Returns the specs of a state of the buffer, whose items have the specs `spec`."""
     leaves, structure = jax.tree.flatten(spec)
-    return _blank(buffer, structure, tuple(leaves), compat.is_x64())
+    return _blanks(buffer)(structure, tuple(leaves), compat.is_x64())
 
 
-@functools.lru_cache(maxsize=16)  # a program loads states of the same kind again and again
-def _blank(buffer: Buffer, structure: Any, leaves: tuple, x64: bool) -> Any:
-    spec = jax.tree.unflatten(structure, leaves)
-    return jax.eval_shape(lambda: validate.blank(on_device(buffer), spec))
+@kept_by_description  # a program loads states of the same kind again and again
+def _blanks(buffer: Buffer) -> Callable[..., Any]:
+    @functools.lru_cache(maxsize=16)
+    def blanks(structure: Any, leaves: tuple, x64: bool) -> Any:
+        spec = jax.tree.unflatten(structure, leaves)
+        return jax.eval_shape(lambda: validate.blank(on_device(buffer), spec))
+
+    return blanks
 
 
 def _fitted(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:

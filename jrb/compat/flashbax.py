@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import jrb
+from jrb._xla.compiling import by_description
 
 __all__ = ["BufferSample", "BufferState", "Experience", "ExperiencePair", "Mixer"]
 __all__ += ["PrioritisedTrajectoryBuffer", "PrioritisedTrajectoryBufferSample"]
@@ -64,7 +65,7 @@ class TrajectoryBufferState(Generic[Experience]):
     @property
     def experience(self) -> Any:
         """A copy of the stored steps, leaves `[E, T, ...]`."""
-        return _each(_experience, self.buffer, self.inner)
+        return _each(self.buffer, self.inner, function=_experience)
 
     # The next row to write, True if all rows were written, and the number of rows ever written.
     current_index: property = property(lambda s: s.inner.writer.cursor)
@@ -87,7 +88,7 @@ class PrioritisedTrajectoryBufferState(TrajectoryBufferState[Experience]):
     @property
     def sum_tree_state(self) -> SumTreeState:
         """The tree of masses, whose leaves are in flashbax's order."""
-        return _each(_sum_tree, self.buffer, self.inner)
+        return _each(self.buffer, self.inner, function=_sum_tree)
 
 
 class TrajectoryQueueState(TrajectoryBufferState[Experience]):
@@ -104,8 +105,8 @@ for _class in (TrajectoryBufferState, PrioritisedTrajectoryBufferState, Trajecto
     jax.tree_util.register_dataclass(_class, ["inner"], ["buffer"])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _each(function: Callable[..., Any], buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> Any:
+@by_description("function")
+def _each(buffer: jrb.ReplayBuffer, inner: jrb.BufferState, function: Callable[..., Any]) -> Any:
     """Applies a function to a state, or by `vmap` to each of the states stacked in `inner`."""
     function = functools.partial(function, buffer)
     for _ in range(inner.writer.count.ndim):
@@ -211,7 +212,7 @@ class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
         """Returns bool, True if enough time steps are stored."""
         enough = state.inner.writer.count >= self.min_rows
         if state.buffer == self.buffer:
-            enough &= _each(jrb.ReplayBuffer.can_sample, self.buffer, state.inner)
+            enough &= _each(self.buffer, state.inner, function=jrb.ReplayBuffer.can_sample)
         return enough
 
 

@@ -1,6 +1,5 @@
 """The plot of observed and expected counts of draws. N capacity."""
 
-import functools
 import math
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jrb._xla.compiling import by_description
 from jrb.authoring import checks, context_of
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts
@@ -82,7 +82,7 @@ def draws(
     return canvas.drawn([row], ax, "plot.draws")
 
 
-@functools.partial(jax.jit, static_argnames="size")
+@by_description("size")
 def _drawn(
     buffer: Buffer, state: BufferState, sampler: Any, counts: Any, keys: jax.Array, size: int
 ) -> Any:

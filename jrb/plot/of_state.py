@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._xla.compiling import by_description
 from jrb.authoring import context_of, require
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts
@@ -139,7 +140,7 @@ def _ring(
     canvas.say(axes, tone, title, "; ".join(notes))
 
 
-@jax.jit
+@by_description()
 def _num_anchors(buffer: ReplayBuffer, state: BufferState) -> jax.Array:
     return jnp.asarray(buffer.unit.anchors(context_of(buffer, state.writer), state.unit).count)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core.eager import explain_no_draw
+from jrb._xla.compiling import by_description
 from jrb.authoring import context_of
 from jrb.buffer import ReplayBuffer
 from jrb.remote.gate import LongWait, Permits, granted, log, ray
@@ -35,7 +36,7 @@ def facts(buffer: ReplayBuffer, state: BufferState) -> ShardFacts:
     return ShardFacts(float(mass), float(least), int(anchors), int(size))
 
 
-@jax.jit
+@by_description()
 def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[Any, ...]:
     context, sampler = context_of(buffer, state.writer), buffer.sampler
     anchors = buffer.unit.anchors(context, state.unit)

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jrb._core import steps
+from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer
 from jrb.loops import jitted
 from jrb.state import BufferState
@@ -108,11 +109,11 @@ def _write_lane(
     return steps.write(buffer, state, jax.tree.map(everywhere, items), written, None, new)
 
 
-_write: Callable[..., BufferState] = jax.jit(_write_lane, donate_argnums=1)
-_plan: Callable[..., BufferState] = jax.jit(_write_lane)
+_write: Callable[..., BufferState] = by_description(donated=("state",))(_write_lane)
+_plan: Callable[..., BufferState] = by_description()(_write_lane)
 
 
-@jax.jit
+@by_description()
 def _to_stored(buffer: ReplayBuffer, items: Item) -> Any:
     """Returns items `[T, W, ...]` in the stored form, after the inverses of all transforms."""
     for transform in reversed(buffer.transforms):

@@ -6,7 +6,7 @@ device. It is called inside a `jax.shard_map`, ours or the user's; without a mes
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -138,6 +138,7 @@ def merge_shards(tree: PyTree) -> Any:
 
 
 def run(
+    owner: Hashable,
     layout: Layout,
     body: Body,
     static: tuple[Any, ...],
@@ -148,6 +149,7 @@ def run(
     """Calls a body for the shards of each device.
 
     Args:
+        owner: the description with which compiled programs are kept.
         layout: the devices of the shards.
         body: the function; equal calls must pass the same one, as programs are cached by it.
         static: hashable arguments.
@@ -157,10 +159,16 @@ def run(
     """
     if layout.is_inside():
         return _call(layout, body, static, layout.devices() or 1, *arrays)
-    return _run(layout, body, static, cuts, out, compiling.current_limits(), arrays)
+    limits = compiling.current_limits()
+    return _compiled_run(owner)(layout, body, static, cuts, out, limits, arrays)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+@compiling.kept_by_description
+def _compiled_run(owner: Hashable) -> Any:
+    # JAX keeps the programs of a function as long as the function: of `_run` itself, for ever.
+    return jax.jit(functools.partial(_run), static_argnums=(0, 1, 2, 3, 4, 5))
+
+
 def _run(
     layout: Layout,
     body: Body,

@@ -1,5 +1,6 @@
 """A buffer of several shards, over the devices of a mesh."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from types import EllipsisType
@@ -11,9 +12,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._core import eager, memory, transforming
+from jrb._core.lengths import lengths_of
 from jrb._core.validate import check_donated, explained, on_host, takes_state, warn_of_copies
 from jrb._util import casting, checks, display, pytree
 from jrb._util.pytree import Leaf, PyTree
+from jrb._xla.compiling import kept_by_description
 from jrb.buffer import ReplayBuffer, draw_arguments
 from jrb.sharding import joint, mesh
 from jrb.sharding.mesh import Cut, Cuts, Layout
@@ -151,15 +154,7 @@ class Sharded:
     @property
     def part(self) -> ReplayBuffer:
         """The description of one shard."""
-        whole, shards, sampler = self.buffer, self.shards, self.buffer.sampler
-        return dataclasses.replace(
-            whole,
-            capacity=whole.capacity // shards,
-            num_envs=whole.num_envs and whole.num_envs // shards,
-            batch_size=whole.batch_size and whole.batch_size // shards,
-            sampler=sampler.for_shard(shards) if isinstance(sampler, ShardedSampler) else sampler,
-            min_size=None,
-        )
+        return _part_of(self)
 
     @property
     def batch_size(self) -> int | None:
@@ -178,7 +173,9 @@ class Sharded:
     def init(self, example: Item) -> Any:
         """Returns empty states, arrays `[S, ...]`, cut over the axis: see `ReplayBuffer.init`."""
         leaves, structure = jax.tree.flatten(self.part._stored_spec(example))
-        return _run(self.layout, joint.blank, (self.part, structure, tuple(leaves)), (), 0, ())
+        return _run(
+            self, self.layout, joint.blank, (self.part, structure, tuple(leaves)), (), 0, ()
+        )
 
     def nbytes(self, example: Item, where: Memory = None) -> int:
         """Returns the bytes that `init(example)` allocates in all shards: see `ReplayBuffer`."""
@@ -221,8 +218,12 @@ class Sharded:
                         f"{envs} environments, got shape {shape}. Give those of all shards."
                     )
         priorities = checks.given_numbers(f"{name}: priorities", priorities)
-        pairs = (items, axis), (mask, _axis_of_mask(mask, axis)), (priorities, axis)
-        return self._call(name, state, *pairs)
+        lengths = contextlib.nullcontext((items, mask, priorities))
+        if name == "extend":
+            lengths = lengths_of(self).padded(state, items, mask, priorities)
+        with lengths as (items, mask, priorities):
+            pairs = (items, axis), (mask, _axis_of_mask(mask, axis)), (priorities, axis)
+            return self._call(name, state, *pairs)
 
     @takes_state
     def sample(
@@ -284,7 +285,7 @@ class Sharded:
         returns = ("state" if in_program else "sampler") if moves else "sample"
         static = self.part, count // self.shards, self.buffer.min_size, self._origin, returns
         cuts, out = (0, None, None), (0, 0) if moves else 0
-        drawn = _run(self.layout, joint.draw, static, cuts, out, (state, key, beta))
+        drawn = _run(self, self.layout, joint.draw, static, cuts, out, (state, key, beta))
         if not moves:
             return state, drawn
         after, batch = drawn
@@ -364,19 +365,19 @@ class Sharded:
     def size(self, state: BufferState) -> jax.Array:
         """Returns the number of transitions in all shards, int32 `[]`; at most 2^31 - 1."""
         self._check_state(state)
-        return _run(self.layout, joint.size, (self.part,), (0,), None, (state,))
+        return _run(self, self.layout, joint.size, (self.part,), (0,), None, (state,))
 
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
         """Returns True if `sample` gives at least one item: see `ReplayBuffer.can_sample`."""
         self._check_state(state)
         size = self.batch_size if batch_size is None else batch_size
         static = self.part, size and size // self.shards, self.buffer.min_size
-        return _run(self.layout, joint.can_sample, static, (0,), None, (state,))
+        return _run(self, self.layout, joint.can_sample, static, (0,), None, (state,))
 
     def can_add(self, state: BufferState) -> jax.Array:
         """Returns True if `add` would write to every shard, bool `[]`."""
         self._check_state(state)
-        return _run(self.layout, joint.can_add, (self.part,), (0,), None, (state,))
+        return _run(self, self.layout, joint.can_add, (self.part,), (0,), None, (state,))
 
     def empty(self, state: BufferState) -> Any:
         """Returns the state without items."""
@@ -398,7 +399,7 @@ class Sharded:
             merges: True if the results are parts of a batch, and not of a state.
         """
         static, arrays = (function, len(states), merges), (*states, *batches)
-        return _run(self.layout, joint.in_each, static, (0,) * len(arrays), 0, arrays)
+        return _run(self, self.layout, joint.in_each, static, (0,) * len(arrays), 0, arrays)
 
     # States of single shards.
 
@@ -503,7 +504,7 @@ class Sharded:
         call = getattr(ReplayBuffer, name)
         static = self.part, call, options, cuts, splits, returns_items
         arrays = (state, *arguments)
-        result = _run(self.layout, joint.each, static, (0, *cuts), method.out, arrays)
+        result = _run(self, self.layout, joint.each, static, (0, *cuts), method.out, arrays)
         return result if returns_items else result.replace(storage=state.storage)
 
     def _is_in_program(self, *arguments: PyTree) -> bool:
@@ -522,6 +523,19 @@ class Sharded:
                 f"expected a state of {expected} shards, arrays [{expected}, ...], as init makes "
                 f"it, got {got}."
             )
+
+
+@kept_by_description
+def _part_of(sharded: Sharded) -> ReplayBuffer:
+    whole, shards, sampler = sharded.buffer, sharded.shards, sharded.buffer.sampler
+    return dataclasses.replace(
+        whole,
+        capacity=whole.capacity // shards,
+        num_envs=whole.num_envs and whole.num_envs // shards,
+        batch_size=whole.batch_size and whole.batch_size // shards,
+        sampler=sampler.for_shard(shards) if isinstance(sampler, ShardedSampler) else sampler,
+        min_size=None,
+    )
 
 
 def _unpickled(buffer: ReplayBuffer, shards: int, named: Any, axis: str) -> Sharded:

@@ -1,10 +1,10 @@
 """Normalization by running statistics of the items that are written. E environments, T time."""
 
-import functools
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jrb._core import transforming, validate
 from jrb._util import checks, pytree
@@ -68,12 +68,11 @@ class Moments(pytree.State):
         one = jnp.where(real.any(), numbers[jnp.argmax(real)], 0)[None]
         real = real.reshape(-1, *(1,) * (numbers.ndim - 1))
         many = jnp.maximum(count, 1).astype(numbers.dtype)
-        sum_rows = functools.partial(jnp.sum, axis=0, keepdims=True)
-        mean = one + sum_rows(jnp.where(real, numbers - one, 0)) / many
-        mean_rest = sum_rows(jnp.where(real, numbers - mean, 0)) / many
+        mean = one + _sum_rows(jnp.where(real, numbers - one, 0)) / many
+        mean_rest = _sum_rows(jnp.where(real, numbers - mean, 0)) / many
         distance = jnp.where(real, (numbers - mean) - mean_rest, 0)
         # Each square is divided before they are added up, as their sum could overflow.
-        var = sum_rows(distance * (distance / many))[0]
+        var = _sum_rows(distance * (distance / many))[0]
         # Merged as in Chan et al., but with means in place of sums, which would grow forever.
         total = self.count + count
         share = count.astype(mean.dtype) / jnp.maximum(total, 1).astype(mean.dtype)
@@ -110,6 +109,17 @@ class Moments(pytree.State):
             largest = jnp.finfo(wide.dtype).max
             return jnp.where(jnp.isfinite(wide), jnp.clip(result, -largest, largest), result)
         return jnp.clip(result, -clip, clip)
+
+
+def _sum_rows(rows: jax.Array) -> jax.Array:
+    """Returns the sum over the first axis, `[1, ...]`; zeros behind the rows do not change a bit.
+
+    So a write that is padded with masked rows gives the statistics of one that is not.
+    """
+    while len(rows) > 1:
+        rows = jnp.concatenate([rows, jnp.zeros_like(rows[: len(rows) % 2])])
+        rows = lax.optimization_barrier(rows[0::2] + rows[1::2])
+    return rows
 
 
 class _Running(StatefulTransform):

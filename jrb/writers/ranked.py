@@ -142,7 +142,9 @@ class MaxValue(OneByOne):
         # Several leaves, or axes, below the key add up to one rank.
         ranks = jnp.sum(flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1), axis=1)
         written = jnp.ones(length, jnp.bool_) if mask is None else mask
-        ranked = jnp.repeat(written, ring.envs) & ~jnp.isnan(ranks)
+        is_written = jnp.repeat(written, ring.envs)
+        ranked = is_written & ~jnp.isnan(ranks)
+        numbers = state.number + jnp.cumsum(is_written, dtype=jnp.uint32) - np.uint32(1)
 
         def place(i: jax.Array, carry: Any) -> Any:
             state, slots = carry
@@ -152,7 +154,7 @@ class MaxValue(OneByOne):
             # A zero made of the count, which waits for earlier reads, makes this write wait too.
             slot = jnp.where(is_full, worst + jnp.minimum(state.count, 0), state.count)
             at = jnp.where(is_taken, slot, ring.capacity)
-            number = state.number + i.astype(jnp.uint32)
+            number = numbers[i]
             state = state.replace(
                 ranks=sum_tree.set_leaves(state.ranks, at[None], ranks[i][None]),
                 stamps=state.stamps.at[at].set(number, mode="drop"),
@@ -163,12 +165,11 @@ class MaxValue(OneByOne):
         slots = jnp.full(ranks.size, ring.capacity, jnp.int32)
         state, slots = dependencies.loop(ranks.size, place, (state, slots))
         # If a later item of the call got the same slot, the stamp there is another number.
-        number = state.number + jnp.arange(ranks.size, dtype=jnp.uint32)
         read = lambda: state.stamps.at[slots].get(mode="fill", fill_value=0)
-        slots = jnp.where(dependencies.materialize(read) == number, slots, ring.capacity)
+        slots = jnp.where(dependencies.materialize(read) == numbers, slots, ring.capacity)
         # Later writes wait for that read.
         state = dependencies.delay_writes_until(state, jnp.minimum(jnp.min(slots), 0))
-        state = state.replace(number=state.number + np.uint32(ranks.size))
+        state = state.replace(number=numbers[-1] + np.uint32(1))
         return state, write_of(ring, slots, written)
 
     def reset(self, ring: Ring, state: MaxValueState, token: jax.Array) -> MaxValueState:
