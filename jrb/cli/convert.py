@@ -88,9 +88,7 @@ def _check_dest(source: str, dest: str, overwrite: bool) -> None:
         pass  # raises if other files would be lost, or another process writes
 
 
-def _load(
-    source: str, to: str, casts: bool, number: str | None
-) -> tuple[Any, Any, list[str], str]:
+def _load(source: str, to: str, casts: bool, number: str | None) -> tuple[Any, Any, list[str], str]:
     """Returns a buffer and its state, or a dataset and None for formats of episodes.
 
     Also returns texts on the leaves whose dtypes were converted, and on what the format lacks.
