@@ -148,7 +148,8 @@ def from_gymnasium(
         observation, action, observation, jnp.zeros(()), jnp.zeros((), bool), jnp.zeros((), bool)
     )
     # What the user says comes last, and wins.
-    return ReplayBuffer.rounded(capacity, **defaults | options), example | dict(extra or {})
+    defaults |= options
+    return ReplayBuffer.rounded(capacity, **defaults), example | dict(extra or {})
 
 
 def _resets_in_next_step(env: Any, is_vector: bool) -> bool:
@@ -271,9 +272,10 @@ def from_brax(
     except (TypeError, ValueError, IndexError):
         rows, own = _spec(item, keys), ()
     defaults: dict[str, Any] = {"num_envs": own[0]} if own else {}
+    defaults |= options
     axes = len(rows["next"]["truncated"].shape)
     spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), rows)
-    return _described(spec, capacity, extra, **defaults | options)
+    return _described(spec, capacity, extra, **defaults)
 
 
 def from_jaxmarl(

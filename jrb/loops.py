@@ -2,10 +2,10 @@
 
 import dis
 import functools
+import importlib
 import inspect
 import sys
 import weakref
-from _signal import SIGINT, getsignal, signal  # those of `signal` make enums, which takes 4 us
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
@@ -256,6 +256,8 @@ _MIX_METHODS = {
     "size": _reads_numbers,
     "can_sample": _reads_numbers,
 }
+# As `signal`, whose functions make enums: they take 4 us.
+_signal: Any = importlib.import_module("_signal")
 _CALL_FUNCTION_EX = dis.opmap["CALL_FUNCTION_EX"] if sys.version_info < (3, 12) else None
 _STATIC = ("batch_size", "function", "n")  # the names of arguments that are no arrays
 
@@ -364,9 +366,10 @@ def _finish_despite_interrupts(
     held until the donated state is dropped, where the caller's variable is assigned.
     """
     has_sample, is_mix, ref = name == "draw", isinstance(self, JittedMix), weakref.ref
+    interrupt, get_handler, set_handler = _signal.SIGINT, _signal.getsignal, _signal.signal
 
     def called(state: Any, *args: Any, **kwargs: Any) -> Any:
-        handler = getsignal(SIGINT)
+        handler = get_handler(interrupt)
         if not callable(handler):  # the system's default, an ignored signal, or a handler in C
             return method(state, *args, **kwargs)
         is_over, is_interrupted, newest = False, False, None
@@ -380,7 +383,7 @@ def _finish_despite_interrupts(
                 handler(number, frame)
 
         try:
-            signal(SIGINT, wait)
+            set_handler(interrupt, wait)
         except ValueError:  # in another thread, which handles no signals
             return method(state, *args, **kwargs)
         try:
@@ -395,9 +398,9 @@ def _finish_despite_interrupts(
                     self._held[ref(state[0] if is_mix else state, self._held.pop)] = newest
             finally:
                 is_over = True
-                signal(SIGINT, handler)
+                set_handler(interrupt, handler)
                 if is_interrupted:
-                    handler(SIGINT, sys._getframe())
+                    handler(interrupt, sys._getframe())
         except BaseException as error:
             if newest is not None:
                 self._held = {None: newest}

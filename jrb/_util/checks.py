@@ -73,7 +73,7 @@ def seed_or_key(value: Leaf) -> Leaf:
 def key_or_seed(value: Leaf) -> jax.Array:
     """Returns a single PRNG key: the given one, or that of an integer; raises for anything else."""
     value = seed_or_key(value)
-    value = jax.random.key(value) if isinstance(value, np.uint32) else value
+    value = jax.random.key(value) if type(value) is np.uint32 else value
     key(value)
     return value
 
