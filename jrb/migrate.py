@@ -443,9 +443,9 @@ def _write_items(
     for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
         before = _read(old, states, slots[piece], old.take, 1)
         items, seams = convert(before), None if cuts is None else jnp.asarray(cuts[piece])
-        if items is not before and cuts is not None and old.num_envs == new.num_envs:
-            if old.keys.flags(before):  # ends with a flag are those that the new flags tell
-                seams &= ~ends_of(before, old.keys)
+        is_converted = items is not before and old.num_envs == new.num_envs
+        if is_converted and seams is not None and old.keys.flags(before):
+            seams &= ~ends_of(before, old.keys)  # the new flags tell which rows have one
         if target.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
         result = eager.fill(target, result, items, seams, None if mask is None else mask[piece])
