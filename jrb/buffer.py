@@ -280,6 +280,8 @@ class ReplayBuffer:
     ) -> BufferState:
         """Writes T timesteps; if the ring has fewer rows, only the last of them.
 
+        Outside `jit`, calls of many lengths T share a handful of compiled programs.
+
         Args:
             state: may be donated.
             items: leaves `[T, E, ...]`, or `[T, ...]` without `num_envs`.

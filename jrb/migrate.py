@@ -118,8 +118,8 @@ def rebuild(
 
 
 def writable(buffer: Buffer) -> Any:
-    """Returns the description for filling a buffer: without `ReadOnly`, and no mask is required."""
-    return dataclasses.replace(buffer, writer=buffer.writer.writable(), requires_mask=False)
+    """Returns the description without `ReadOnly`, for filling a buffer that is only read later."""
+    return dataclasses.replace(buffer, writer=buffer.writer.writable())
 
 
 def replay_target(buffer: Buffer) -> Any:
@@ -129,7 +129,7 @@ def replay_target(buffer: Buffer) -> Any:
     """
     if buffer.writer.is_chronological:
         return writable(buffer)
-    return dataclasses.replace(buffer, num_envs=None, requires_mask=False)
+    return dataclasses.replace(buffer, num_envs=None)
 
 
 def pieces(order: np.ndarray, row_bytes: int) -> Iterator[np.ndarray]:
@@ -444,7 +444,7 @@ def _write_items(
         before = _read(old, states, slots[piece], old.take, 1)
         items, seams = convert(before), None if cuts is None else jnp.asarray(cuts[piece])
         is_converted = items is not before and old.num_envs == new.num_envs
-        if is_converted and cuts is not None and old.keys.flags(before):
+        if is_converted and seams is not None and old.keys.flags(before):
             seams &= ~ends_of(before, old.keys)  # the new flags tell which rows have one
         if target.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jrb._util.pytree import kept_dtype
 from jrb.authoring import Folder, checks, leaf_name, tree_nbytes
 from jrb.datasets.format import Episode, native, rows_of, sliced
 from jrb.datasets.output import new_path, track
@@ -297,7 +298,7 @@ def _compiled(function: Function, cast: bool, spec: Any, rows: int) -> Callable[
     """Returns a function that maps blocks of up to `rows` steps with one compiled program."""
     compiled = jax.jit(jax.vmap(function))
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
-        if not cast and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        if not cast and kept_dtype(leaf.dtype) != leaf.dtype:
             raise TypeError(
                 f"preprocess: leaf '{leaf_name(path)}': expected a dtype that JAX keeps, got "
                 f"{leaf.dtype}. Pass cast=True, or set jax_enable_x64."
@@ -305,7 +306,7 @@ def _compiled(function: Function, cast: bool, spec: Any, rows: int) -> Callable[
 
     def narrow(path: Any, leaf: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
-            narrowed = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+            narrowed = leaf.astype(kept_dtype(leaf.dtype))
         if leaf.dtype.kind in "iu":
             lost = narrowed != leaf
         else:

@@ -176,7 +176,7 @@ def _leaf_spec(leaf: Any, lead: int, where: str) -> jax.ShapeDtypeStruct:
 
 def check_numeric(where: str, dtype: np.dtype) -> None:
     """Raises `TypeError` for dtypes of texts, times, objects and structs."""
-    if dtype.kind in "OSUMm" or dtype.fields is not None:
+    if dtype.kind in "OSUMmV" and dtype.type.__module__ == "numpy":  # bfloat16 is of kind V
         raise TypeError(
             f"{where}: expected numbers, got dtype {dtype}. Encode it, or leave it out."
         )

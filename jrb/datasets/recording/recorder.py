@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jrb._util.pytree import kept_dtype
 from jrb.authoring import absolute_path, call_on_host, casting, checks
 from jrb.datasets.recording.items import ItemSpec, is_keys, item_spec
 from jrb.datasets.recording.parts import RecordingSchema
@@ -191,7 +192,7 @@ class Recorder:
                 "Make it with Recorder(path, example)."
             )
         for leaf_name, leaf in zip(spec.names, spec.specs, strict=True):
-            if not is_keys(leaf.dtype) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            if not is_keys(leaf.dtype) and kept_dtype(leaf.dtype) != leaf.dtype:
                 raise TypeError(
                     f"record: leaf '{leaf_name}': expected a dtype that JAX keeps, got "
                     f"{leaf.dtype}. Set jax_enable_x64, or record other dtypes."
