@@ -147,7 +147,7 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
     """
     ring, envs, target = old.ring, old.ring.envs, replay_target(new)
     spec = old.storage.spec(state.storage)
-    half = eager.half(target, spec)
+    half = eager.make_device_state(for_device(target), spec)
     counts = np.broadcast_to(old.writer.held(ring, state.writer).rows(ring), envs)
     # All pieces have one length, so that the write of them is compiled once.
     size = max(1, min(2 * _PIECE // max(1, pytree.nbytes(spec) * envs), int(counts.max())))

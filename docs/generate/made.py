@@ -54,13 +54,13 @@ def draw_quick_start(folder: pathlib.Path) -> None:
         quick_start.main(work)
         pathlib.Path(work, "priorities.png").rename(folder / "quick_start.png")
         buffer, state = jrb.load(pathlib.Path(work, "replay"))
-    # For narrow windows, where the wide picture would be cut: as tall, and half as wide.
+    # For narrow windows, where the wide picture would be cut. "tight" keeps all of long titles.
     narrow = matplotlib.figure.Figure(figsize=(5, 8.5), layout="constrained", facecolor="white")
     jrb.plot.state(buffer, state, narrow.add_subplot())
+    narrow.savefig(folder / "quick_start_narrow.png", dpi=110, bbox_inches="tight")
     key = jax.random.key(0)
     newest = len(jrb.episodes(buffer, state)) - 2 * buffer.num_envs  # of those that are complete
     figures = {
-        "quick_start_narrow": narrow,
         "plot_sample": jrb.plot.sample(buffer.sample(state, key)),
         "plot_episode": jrb.plot.episode(buffer, state, newest),
         "plot_draws": jrb.plot.draws(buffer, state, key, 20_000),

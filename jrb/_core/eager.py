@@ -82,20 +82,16 @@ def is_one_step(buffer: Buffer, *arguments: Any) -> bool:
 def init(buffer: Buffer, spec: Item, device: Device) -> Any:
     """Returns an empty state; `spec` has the specs of a stored item."""
     if not on_host(buffer):
-        return _blank(buffer, spec, device)
-    state = half(buffer, spec, device)
+        return make_device_state(buffer, spec, device)
+    state = make_device_state(for_device(buffer), spec, device)
     storage = buffer.storage.make(
         buffer.ring, spec, state.storage, is_chronological=buffer.writer.is_chronological
     )
     return state.replace(storage=storage if device is None else jax.device_put(storage, device))
 
 
-def half(buffer: Buffer, spec: Item, device: Device = None) -> Any:
-    """Returns the device's part of an empty state whose items are on the host."""
-    return _blank(for_device(buffer), spec, device)
-
-
-def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
+def make_device_state(buffer: Buffer, spec: Item, device: Device = None) -> Any:
+    """Returns an empty state without host part; see `host_proxy.for_device`."""
     if isinstance(device, jax.Device):
         device = jax.sharding.SingleDeviceSharding(device)
     if device is not None:

@@ -101,11 +101,6 @@ def size(shards: LocalShards, part: Buffer, states: BufferState) -> jax.Array:
     return shards.total(jax.vmap(part.size)(states))
 
 
-def num_anchors(shards: LocalShards, part: Buffer, states: BufferState) -> jax.Array:
-    """Returns the number of anchors of all shards, int32 `[]`."""
-    return shards.total(jax.vmap(lambda state: steps.num_anchors(part, state))(states))
-
-
 def can_sample(
     shards: LocalShards,
     part: Buffer,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jrb._core import eager, memory, transforming
+from jrb._core import eager, memory, steps, transforming
 from jrb._core.lengths import lengths_of
 from jrb._core.validate import check_donated, explained, on_host, takes_state, warn_of_copies
 from jrb._util import casting, checks, display, pytree
@@ -279,7 +279,8 @@ class Sharded:
         if not (quiet or in_program):
             can_sample = self.can_sample(state)
             if not eager.is_traced(can_sample) and not can_sample:
-                anchors = _run(self.layout, joint.num_anchors, (self.part,), (0,), None, (state,))
+                count = self.part, steps.num_anchors, (), (), False, True
+                anchors = jnp.sum(_run(self.layout, joint.each, count, (0,), 0, (state,)))
                 text = eager.explain_no_draw(self.buffer, int(self.size(state)), int(anchors))
                 raise ValueError(f"sample: {text}")
         returns = ("state" if in_program else "sampler") if moves else "sample"

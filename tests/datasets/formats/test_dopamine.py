@@ -170,6 +170,7 @@ SEEN = "$store$_observation"
         ("at most 1032 times", SEEN, with_header(b"(50, 3, 2), }", b"(50, 9999, 999), }")),
         ("expected files of .*add_count", "add_count", None),
     ],
+    ids=lambda value: value if isinstance(value, str) else "data",
 )
 def test_damaged_and_hostile_files_are_refused(tmp_path, text, name, data):
     filled(Ring(50), 4, [5, 20, 5], lambda ring: None).save(tmp_path, 0)
