@@ -280,7 +280,7 @@ class Sharded:
             can_sample = self.can_sample(state)
             if not eager.is_traced(can_sample) and not can_sample:
                 count = self.part, steps.num_anchors, (), (), False, True
-                anchors = jnp.sum(_run(self.layout, joint.each, count, (0,), 0, (state,)))
+                anchors = jnp.sum(_run(self, self.layout, joint.each, count, (0,), 0, (state,)))
                 text = eager.explain_no_draw(self.buffer, int(self.size(state)), int(anchors))
                 raise ValueError(f"sample: {text}")
         returns = ("state" if in_program else "sampler") if moves else "sample"
