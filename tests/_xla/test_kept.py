@@ -58,7 +58,9 @@ def test_programs_go_with_other_descriptions():
     for capacity in range(40, 100, 2):
         buffer = kinds[capacity // 2 % 2](capacity)
         lead = () if isinstance(buffer, jrb.ReplayBuffer) else (2,)
-        item = jax.tree.map(lambda leaf, lead=lead: np.broadcast_to(leaf, lead + np.shape(leaf)), ITEM)
+        item = jax.tree.map(
+            lambda leaf, lead=lead: np.broadcast_to(leaf, lead + np.shape(leaf)), ITEM
+        )
         if capacity < 44:  # which compiles; the others only have to be remembered
             state = buffer.add(buffer.init(ITEM), item)
             buffer.sample(state, jax.random.key(0))
