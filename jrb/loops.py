@@ -74,7 +74,7 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
 
 
 @compiling.kept_by_description
-def _jitted(buffer: Description) -> Any:
+def _jitted(buffer: Any) -> Any:
     return JittedMix(buffer) if isinstance(buffer, Mix) else Jitted(buffer)
 
 

@@ -101,8 +101,9 @@ def rebuild(
     if not isinstance(old, Sharded) and not isinstance(new, Sharded):
         _check_single(old, state, new)
         same = _with_converted(old, state, new, convert)
-        kept = None if same is not None else _select(old, state, new)
-        return _refill(old, (state,), new, kept, convert) if kept is not None else same
+        if same is not None:
+            return same
+        return _refill(old, (state,), new, _select(old, state, new), convert)
     states = {0: state}
     if isinstance(old, Sharded):
         shards = old.split(state)

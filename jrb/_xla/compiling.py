@@ -167,6 +167,8 @@ def _results_of(description: Any) -> _Results:
 
 def _let_go(key: int, _: weakref.ref) -> None:
     """Removes a description that is gone; the results of the last few stay, should they return."""
+    if _living is None:  # the interpreter ends, and has cleared this module
+        return
     _, results = _living.pop(key)
     if results.is_derived:
         return

@@ -521,7 +521,7 @@ def _converted(path: str, old: Any, state: Any, new: Any, hook: Any) -> tuple[An
     news = dict.fromkeys(parts)
     if new is not None:
         plain = [each.buffers if isinstance(each, Mix) else each for each in (old, new)]
-        news = descriptions.for_each(*plain, "load: buffers")
+        news = descriptions.for_each(plain[0], plain[1], "load: buffers")
     done = {n: _converted(path, parts[n], states[n], news[n], hooks[n]) for n in parts}
     buffers, states = ({n: pair[i] for n, pair in done.items()} for i in range(2))
     if isinstance(old, dict):
