@@ -90,9 +90,9 @@ def test_a_kind_by_its_name(tmp_path):
 def test_options_that_a_kind_does_not_have(tmp_path):
     path = d4rl(tmp_path / "a")
     with pytest.raises(
-        TypeError, match=r"'d4rl' \(max_expansion, horizon\), got horizont, mapping"
+        TypeError, match=r"'d4rl' \(max_expansion, horizon, mapping\), got fps, horizont"
     ):
-        jrb.datasets.open(path, horizont=3, mapping={})
+        jrb.datasets.open(path, horizont=3, fps=3)
     with pytest.raises(TypeError, match=r"'rlds' \(max_expansion, last\), got horizon"):
         jrb.datasets.open([{"steps": {}}], horizon=3)
     for wrong, error in ((0, ValueError), ("3", TypeError)):

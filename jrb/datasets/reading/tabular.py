@@ -113,8 +113,8 @@ def flag_notes(
     elif DONE in flags and TERMINATED not in flags:
         rule = f"are taken for terminated{other}, also at a time limit."
         notes.append(f"Steps that are done ({done}) {rule}")
-    for name in masks if terminated is not None else ():
-        if (is_set(columns[name][:]) == terminated[:]).any():
+    for name in masks:
+        if terminated is not None and (is_set(columns[name][:]) == terminated[:]).any():
             differ = "is 0 at steps that did not terminate, or not 0 at steps that did"
             notes.append(f"{name!r} {differ}: there it is a leaf, and changes no flag.")
     return tuple(notes)
@@ -422,11 +422,11 @@ def combined_flags(
     goes_on = np.all([(mask > 0) & (mask <= 1) for mask in masks], axis=0) & bool(masks)
     late = goes_on & (True if truncated is None else truncated)
     truncated = none if truncated is None else truncated
-    if terminated is None:
-        terminated = (may_end & is_zero if done is None else done) & ~truncated
-    late &= terminated
+    ends = (may_end & is_zero if done is None else done) & ~truncated
+    over = ends if terminated is None else terminated
+    late &= over
     done = none if done is None else done
-    return terminated & ~late, truncated | late | (done & ~terminated)
+    return over & ~late, truncated | late | (done & ~over)
 
 
 def is_set(flags: np.ndarray) -> np.ndarray:
