@@ -96,6 +96,8 @@ def arguments(rng, name, buffer, length, on_device):
     return jax.tree.map(jnp.asarray, given) if on_device and name != "cast" else given
 
 
+@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("name", sorted(BUFFERS))
 @hypothesis.settings(max_examples=3)
 @hypothesis.given(st.integers(0, 2**31), st.booleans(), st.booleans())

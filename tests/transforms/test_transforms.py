@@ -390,7 +390,7 @@ def test_a_reward_to_go_of_several_agents_is_one_for_each():
         jrb.FrameStack(2, unit=jrb.Sequence(3)),
         jrb.Hindsight(jnp.equal, unit=jrb.Sequence(3)),
     ],
-    ids=repr,
+    ids=lambda unit: type(unit).__name__,
 )
 @pytest.mark.parametrize("where", ["first", "behind another"])
 def test_a_reward_to_go_needs_whole_episodes_when_the_buffer_is_made(unit, where):
