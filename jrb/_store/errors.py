@@ -1,5 +1,8 @@
 """The errors and warnings of a store."""
 
+import contextlib
+from collections.abc import Iterator
+
 from jrb._util.wording import printable_args
 
 
@@ -24,3 +27,14 @@ class StaleError(_FileError, ValueError):
 
 class LostWarning(UserWarning):
     """Some of the oldest committed rows are gone: the ring wrapped around and overwrote them."""
+
+
+@contextlib.contextmanager
+def refuse_damage(path: str, expected: str) -> Iterator[None]:
+    """Turns the errors that code raises when it parses a damaged file into a `DamagedError`."""
+    try:
+        yield
+    except DamagedError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path}: expected {expected}, got {error!r}.") from error

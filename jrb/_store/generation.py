@@ -23,13 +23,12 @@ import os
 import re
 import weakref
 import zlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jrb._store import files, lock
-from jrb._store.errors import DamagedError
+from jrb._store.errors import DamagedError, refuse_damage
 from jrb._store.files import Folder
 from jrb._store.table import Column, Leaf
 
@@ -115,7 +114,7 @@ class Location(NamedTuple):
 
 
 class Generation:
-    """An open generation, whose body has been checked."""
+    """An open generation, whose size and whose body's checksum have been checked."""
 
     body: Body
     identity: str  # a digest of the body, and so of the checksums of all rows and arrays
@@ -126,11 +125,14 @@ class Generation:
         self.number: int = number
         self._file = folder.open(name_of(number))
         weakref.finalize(self, os.close, self._file)  # a removed file stays readable while open
-        self.body, self._begin, self.identity = _read(self._file, self.path)
-        if self.body["generation"] != number:
-            raise DamagedError(f"{self.path}: is generation {self.body['generation']}, renamed.")
+        text, self._begin = _read_body(self._file, self.path)
+        self.identity = hashlib.blake2b(text, digest_size=16).hexdigest()
+        with refuse_damage(self.path, f"the body of generation {number}"):
+            self.body = json.loads(text)
+            if self.body["generation"] != number:
+                raise ValueError(f"that of {self.body['generation']}: the file was renamed")
+            expected = self._begin + sum(entry["size"] for entry in self.body["arrays"])
         size = os.fstat(self._file).st_size
-        expected = self._begin + sum(entry["size"] for entry in self.body["arrays"])
         if size != expected:
             raise DamagedError(f"{self.path}: expected {expected} bytes, found {size}.")
 
@@ -179,34 +181,15 @@ class Generation:
         """Returns an array of a dtype, whose bytes were checked."""
         target = bytearray(self._entry(name)[1]["size"])
         self.read(name, memoryview(target))
-        if len(target) % np.dtype(dtype).itemsize:
-            raise DamagedError(f"{self.path}: leaf '{name}': expected whole numbers.")
         return np.frombuffer(target, dtype)
 
     def runs(self) -> np.ndarray:
         """Returns the places of slots as runs, int64 `[K, 3]`; see `jrb._store.places.runs_of`."""
-        table = self.body["table"]
-        places = self.array(".places", np.int64)
-        runs = places[: len(places) // 3 * 3].reshape(-1, 3)
-        fits = len(places) == runs.size
-        # Neither slots nor places may be outside the table, or in two runs.
-        for starts, most in ((runs[:, 0], table["slots"]), (runs[:, 1], table["room"])):
-            order = np.argsort(starts)
-            first, length = starts[order], runs[order, 2]
-            longest = np.append(first[1:], most) - first  # a sum of forged numbers might overflow
-            fits &= bool(((length > 0) & (first >= 0) & (length <= longest)).all())
-        if not fits:
-            raise DamagedError(f"{self.path}: expected runs of places without an overlap.")
-        return runs
+        return self.array(".places", np.int64).reshape(-1, 3)
 
     def sums(self) -> list[np.ndarray]:
         """Returns the checksums of the blocks of each column, uint32."""
-        room, sums = self.body["table"]["room"], []
-        for number, column in enumerate(self.columns):
-            sums.append(self.array(f".sums/{number}", np.uint32))
-            if len(sums[-1]) != -(-room // column.block):
-                raise DamagedError(f"{self.path}: {column.display_name}: other blocks than rows.")
-        return sums
+        return [self.array(f".sums/{n}", np.uint32) for n in range(len(self.columns))]
 
 
 def newest(folder: Folder) -> Generation:
@@ -228,128 +211,29 @@ def newest(folder: Folder) -> Generation:
             raise
 
 
-def _read(file: int, path: str) -> tuple[Body, int, str]:
-    """Returns the body, the offset at which the arrays begin, and the identity."""
-    # The first line has no checksum: it is short, and all values in it are checked.
+def _read_body(file: int, path: str) -> tuple[bytes, int]:
+    """Returns the text of the body, whose checksum is right, and where it ends in the file."""
     first, line, _ = os.pread(file, _LARGEST_HEAD, 0).partition(b"\n")
-    try:
+    # The first line has no checksum: it is short, and all values in it are checked.
+    with refuse_damage(path, "a generation of a store"):
         head = json.loads(first)
-        check_json(head, _FIRST_LINE, "first line")
-        if head["format"] != FORMAT or not line or head["size"] > os.fstat(file).st_size:
+        version, size = head["version"], head["size"]
+        if not all(type(value) is int and value >= 0 for value in (version, size)):
+            raise ValueError(f"version {version!r} and size {size!r}")
+        if head["format"] != FORMAT or not (line and version) or size > os.fstat(file).st_size:
             raise ValueError("its first line is another")
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path}: expected a generation of a store, got {error!r}.") from error
+        checksum = head["sum"]
     # The version comes first, as the body of a newer one may be anything.
-    if head["version"] != VERSION:
-        age = "A newer" if head["version"] > VERSION else "An older"
+    if version != VERSION:
+        age = "A newer" if version > VERSION else "An older"
         raise ValueError(
-            f"{path}: expected version {VERSION} of the format, got version {head['version']}. "
+            f"{path}: expected version {VERSION} of the format, got version {version}. "
             f"{age} jrb wrote this; install that one to read it."
         )
-    text = os.pread(file, head["size"], len(first) + 1)
-    if zlib.crc32(text) != head["sum"]:
+    text = os.pread(file, size, len(first) + 1)
+    if zlib.crc32(text) != checksum:
         raise DamagedError(
-            f"{path}: expected the checksum {head['sum']!r}, found {zlib.crc32(text)}: it was "
+            f"{path}: expected the checksum {checksum!r}, found {zlib.crc32(text)}: it was "
             "damaged, or edited by hand."
         )
-    # A checksum shows damage, but whoever forges a file can forge it too: check all values.
-    try:
-        body = json.loads(text)
-        # Values must have the right types, and the numbers must agree with each other.
-        check_json(body, _BODY, "body")
-        table, columns = body["table"], body["table"]["columns"]
-        leaves = [leaf for entry in columns for leaf in entry["leaves"]]
-        check_json(leaves, [_LEAF], "leaves")
-        if table["slots"] > table["most"]:
-            raise ValueError("more slots than room")
-        if (
-            not all(entry["leaves"] for entry in columns)
-            or len({entry["block"] for entry in columns}) > 1
-        ):
-            raise ValueError("columns without leaves, or with blocks of different size")
-        for entries in (leaves, body["arrays"]):
-            if len({entry["name"] for entry in entries}) != len(entries):
-                raise ValueError("two of the same name")
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path}: expected the body of a generation, got {error!r}.") from error
-    identity = hashlib.blake2b(text, digest_size=16).hexdigest()
-    return body, len(first) + 1 + head["size"], identity
-
-
-# Checks of JSON that was read from a file, before anything relies on it.
-
-NATURAL = range(1 << 62)
-"""The range of numbers of rows, bytes and generations."""
-
-_DEEPEST = 100  # levels, far below the limit of Python's recursion
-
-_Kind = type | range
-Schema = (
-    _Kind | re.Pattern[str] | tuple[_Kind, ...] | list[Any] | dict[Any, Any] | Callable[..., Any]
-)
-"""A description of the values that are allowed at a place in JSON.
-
-A type, but no subclass, so that True is no number; a range of integers; a pattern of a whole text;
-a tuple of types and ranges, one of which must fit; `[schema]` for a list of any length, and
-`[schema, schema]` for a list of two; `{name: schema}` for an object that may have further entries,
-where a name that ends in `?` may be missing, and `...` stands for all names; or a function from the
-value to its schema.
-"""
-
-
-def check_json(value: Any, schema: Schema, where: str, depth: int = _DEEPEST) -> None:
-    """Raises `ValueError` that names the entry unless a value fits its schema."""
-    if not depth:
-        raise ValueError(f"{where}: expected at most {_DEEPEST} levels")
-    if isinstance(schema, list):
-        count = None if len(schema) == 1 else len(schema)
-        fits = isinstance(value, list) and count in (None, len(value))
-        _expect(fits, where, "a list" if count is None else f"a list of {count}", value)
-        for number, entry in enumerate(value):
-            check_json(entry, schema[number if count else 0], f"{where}[{number}]", depth - 1)
-    elif isinstance(schema, dict):
-        _expect(isinstance(value, dict), where, "an object", value)
-        for name, inner in schema.items():
-            key = name if name is ... else name.removesuffix("?")
-            _expect(name is ... or name != key or key in value, where, f"'{key}' in it", value)
-            for each in value if name is ... else {key} & value.keys():
-                check_json(value[each], inner, f"{where}.{each}", depth - 1)
-    elif isinstance(schema, re.Pattern):
-        fits = isinstance(value, str) and schema.fullmatch(value)
-        _expect(bool(fits), where, f"text like {schema.pattern}", value)
-    elif callable(schema) and not isinstance(schema, type):
-        check_json(value, schema(value), where, depth - 1)
-    else:
-        fits, names = False, []
-        for kind in schema if isinstance(schema, tuple) else (schema,):
-            if isinstance(kind, range):
-                fits |= type(value) is int and value in kind
-                names.append(f"a number from {kind.start} to {kind.stop - 1}")
-            else:
-                fits |= type(value) is kind
-                names.append("nothing" if kind is type(None) else f"a {kind.__name__}")
-        _expect(fits, where, " or ".join(names), value)
-
-
-def _expect(fits: bool, where: str, expected: str, value: Any) -> None:
-    if not fits:
-        raise ValueError(f"{where}: expected {expected}, got {repr(value)[:80]}")
-
-
-_FIRST_LINE = {"format": str, "version": range(1, 1 << 31), "size": NATURAL, "sum": NATURAL}
-_SHAPE = re.compile(r"\[(\d+(, \d+)*)?\]")
-_ENTRY = {"name": str, "kind": lambda kind: [str, _SHAPE] if kind else []}
-_LEAF = _ENTRY | {"width": NATURAL}
-_BODY = {
-    "generation": NATURAL,
-    "rows": range(1 << 47),
-    "meta": (dict, type(None)),
-    "table": {
-        "folder": NATURAL,
-        "slots": NATURAL,
-        "room": NATURAL,
-        "most": NATURAL,
-        "columns": [{"block": range(1, 1 << 62), "leaves": [_LEAF]}],
-    },
-    "arrays": [_ENTRY | {"size": NATURAL, "sum": NATURAL}],
-}
+    return text, len(first) + 1 + size

@@ -100,7 +100,7 @@ _NUMBERS = Column.of(NUMBERS, (), 8)
 
 def folder_of(generation: int) -> str:
     """Returns the name of the folder of the table that a generation has made."""
-    return f"rows-{generation}" if generation else "rows"
+    return f"rows-{generation:d}" if generation else "rows"  # a number: no path leads elsewhere
 
 
 def files_of(columns: tuple[Column, ...]) -> list[str]:

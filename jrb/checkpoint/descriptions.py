@@ -140,7 +140,7 @@ def encode(value: Any) -> Json:
 
 
 def decode(node: Json, where: str = "buffer") -> Any:
-    """Returns the description that JSON encodes; `jrb.checkpoint.manifest` has checked the JSON."""
+    """Returns the description that JSON encodes; raises `UnknownError` for unknown classes."""
     if not isinstance(node, dict):
         return node
     if "tuple" in node:

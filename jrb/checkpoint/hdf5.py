@@ -32,7 +32,7 @@ import numpy as np
 
 from jrb._core import eager
 from jrb._store import files
-from jrb._store.errors import DamagedError
+from jrb._store.errors import DamagedError, refuse_damage
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
 from jrb._store.opening import Progress, no_progress
@@ -55,7 +55,7 @@ _MOST_JSON = 64 << 20  # bytes
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _SEAL = struct.Struct("<8sIQ")  # a mark; the CRC-32 and the number of all bytes before the seal
 _MARK = b"jrb-crc1"
-_ERRORS = OSError, KeyError, RuntimeError, IndexError, ValueError
+_ERRORS = OSError, KeyError, RuntimeError, IndexError, TypeError, ValueError
 """The errors that h5py raises for damaged files."""
 
 
@@ -236,7 +236,7 @@ def _not_ours(path: str) -> ValueError:
 
 
 def _about(file: h5py.File) -> dict[str, Any]:
-    """Returns the metadata of the file, checked."""
+    """Returns the metadata of the file."""
     kind, version = file.attrs.get("format"), file.attrs.get("version")
     if not isinstance(kind, str) or kind != FORMAT:
         raise _not_ours(file.filename)
@@ -248,12 +248,8 @@ def _about(file: h5py.File) -> dict[str, Any]:
             "jrb wrote this; install that one."
         )
     text = _array(file, "jrb", jax.ShapeDtypeStruct((), np.uint8), None).tobytes()
-    try:
-        about = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{file.filename}: expected JSON in 'jrb', got {error!r}.") from error
-    manifest.check(file.filename, about, manifest.ABOUT_HDF5)
-    return about
+    with refuse_damage(file.filename, "JSON in 'jrb'"):
+        return json.loads(text)
 
 
 def _array(group: h5py.Group, name: str, spec: Any, leads: list[tuple[int, ...]] | None) -> Any:
@@ -312,15 +308,8 @@ def _items(
     file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]
 ) -> list[np.ndarray]:
     """Returns the items in order of time, `[T, E, ...]`, leaf by leaf; keys as their words."""
-    environments, lengths = np.asarray(about["trajectories"], np.int64).reshape(-1, 2).T
+    lengths = np.asarray(about["trajectories"], np.int64).reshape(-1, 2)[:, 1]
     envs = buffer.ring.envs if buffer.writer.is_chronological else 1
-    # Checked, so that forged metadata cannot make rows of environments overlap.
-    counts = np.bincount(environments, lengths, envs)
-    if len(counts) != envs or (counts != about["rows"]).any() or counts.sum() > buffer.capacity:
-        raise DamagedError(
-            f"{file.filename}: expected trajectories of {about['rows']} rows in each of {envs} "
-            f"environments, found {counts.tolist()}."
-        )
     if not len(lengths):
         return []
     # Trajectories become the flat layout, in which rows share observations.
@@ -335,12 +324,7 @@ def _items(
             rows = _array(group, name, raw_specs[name], [(length,), (length + 1,)])
             parts.setdefault(name, []).append(rows)
     flat = {name: np.concatenate(rows) for name, rows in parts.items()}
-    with descriptions.read_from(file.filename):
-        items = from_flat(flat, ends.reshape(envs, -1), buffer.keys)
-    for name, raw in raw_specs.items():
-        leaf = items.get(name)
-        if leaf is None or (leaf.shape[2:], leaf.dtype) != (raw.shape, raw.dtype):
-            raise DamagedError(f"{file.filename}: leaf '{name}': expected items like {raw}.")
+    items = from_flat(flat, ends.reshape(envs, -1), buffer.keys)
     return [items[name] for name in raw_specs]
 
 
@@ -352,13 +336,18 @@ def metadata(path: str) -> dict[str, Any]:
     try:
         with h5py.File(path, "r", locking=False) as file:
             about = _about(file)
-            facts, leaves, nbytes = about["facts"], {}, os.path.getsize(path)
-    except (OSError, KeyError, RuntimeError, IndexError) as error:
+    except (OSError, KeyError, RuntimeError, IndexError, TypeError) as error:
         raise DamagedError(f"{path}: expected a checkpoint in HDF5, got {error!r}.") from error
-    for name, (dtype, shape) in _leaves_of(about["items"], "storage").items():
-        leaves[name] = f"{dtype}{[facts['capacity'], *shape]}"
-    blank = {"encode": None, "extra": None, "parts": {}, "items": "rows", "generation": 0}
-    return {"kind": about.get("kind"), "leaves": leaves, "nbytes": nbytes, **facts, **blank}
+    # The seal is not checked here, as that would read the whole file: the JSON may be damaged.
+    with refuse_damage(path, "the metadata of a checkpoint"):
+        facts, kind = about["facts"], about["kind"]
+        items = _leaves_of(about["items"], "storage")
+        leaves = {
+            name: f"{dtype}{[facts['capacity'], *shape]}" for name, (dtype, shape) in items.items()
+        }
+        blank = {"encode": None, "extra": None, "parts": {}, "items": "rows", "generation": 0}
+        nbytes = os.path.getsize(path)
+        return {"kind": kind, "leaves": leaves, "nbytes": nbytes, **facts, **blank}
 
 
 def _leaves_of(node: dict[str, Any], name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from jrb._store import generation, opening, removal
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
-from jrb._store.generation import NATURAL, Generation, Schema, check_json
+from jrb._store.generation import Generation
 from jrb._store.opening import Progress, no_progress
 
 MIX, SEVERAL, SHARDED = "mix", "several", "sharded"
@@ -37,93 +37,8 @@ def path_of(path: str, name: str) -> str:
 
 
 def meta_of(saved: Generation) -> dict[str, Any]:
-    """Returns the metadata of a generation's buffers, checked."""
-    meta = saved.body["meta"] or {}
-    check(saved.path, meta, _META | _OF_KIND.get(str(meta.get("kind")), {}))
-    return meta
-
-
-def check(path: str, meta: Any, schema: Schema) -> None:
-    """Raises `DamagedError` unless the metadata in a file fit a schema."""
-    try:
-        check_json(meta, schema, "meta")
-    except ValueError as error:
-        raise DamagedError(f"{path}: {error}.") from error
-
-
-def _description(value: Any) -> Schema:
-    """The schema of an encoded description (see `jrb.checkpoint.descriptions`)."""
-    if not isinstance(value, dict):
-        return type(None), bool, int, float, str
-    if "tuple" in value:
-        return {"tuple": [_description]}
-    return {"named": str} if "named" in value else {"part": str, "fields": {...: _description}}
-
-
-def _structure(value: Any) -> Schema:
-    """The schema of the encoded structure of items."""
-    names = [name for name in _STRUCTURES if isinstance(value, dict) and name in value]
-    return _STRUCTURES[names[0]] if names else {"leaf": list}
-
-
-_LENGTH = range(1 << 40)
-_STRUCTURES: dict[str, dict[str, Any]] = {
-    "leaf": {"leaf": [str, [_LENGTH]]},
-    "none": {"none": bool},
-    "dict": {"dict": [[(str, NATURAL), _structure]]},
-    "list": {"list": [_structure]},
-    "tuple": {"tuple": [_structure]},
-    "unknown": {"unknown": str, "leaves": [_structure]},
-    "class": {"class": str, "fields": [[str, _structure]]},
-}
-
-
-def _form(value: Any) -> Schema:
-    """The schema of metadata of items that are not in rows of the state's own leaves."""
-    if value is None:
-        return type(None)
-    encoded = {"encode": str, "structure": _structure, "blank": NATURAL}
-    kinds = {"encoded": encoded, "apart": {"count": NATURAL, "sums?": [NATURAL]}}
-    return {"kind": str} | kinds.get(str(value.get("kind")) if isinstance(value, dict) else "", {})
-
-
-def _container(value: Any) -> Schema:
-    """The schema of the dict or tuple that several buffers were in."""
-    kinds: dict[str, Schema] = {"dict": {"dict": [str]}, "tuple": {"tuple": NATURAL}}
-    schemas = [kinds[name] for name in kinds if isinstance(value, dict) and name in value]
-    return schemas[0] if schemas else {"class": str, "fields": [str]}
-
-
-def _size(value: Any) -> Schema:
-    """The schema of a number of items; of states under vmap a list."""
-    return [_size] if isinstance(value, list) else NATURAL
-
-
-_COUNT = range(1, 1 << 62), type(None)
-_FACTS = {
-    **{f"{name}?": str for name in ("description", "time")},
-    **{f"{name}?": _COUNT for name in ("capacity", "num_envs")},
-    "size?": _size,
-    "versions?": {...: str},
-}
-_META = {"kind?": str, "extra?": [str], "form?": _form, "facts?": _FACTS}
-_PARTS = {"parts": {...: [NATURAL, str]}}
-
-ABOUT: dict[str, Any] = _META | {"buffer": _description, "items": _structure, "batch": [_LENGTH]}
-"""The schema of the metadata of one buffer; see `jrb.checkpoint.schema.about`."""
-
-ABOUT_HDF5: dict[str, Any] = ABOUT | {
-    "rows": _LENGTH,
-    "trajectories": [[_LENGTH, range(1, 1 << 40)]],
-}
-
-_OF_KIND: dict[str, dict[str, Any]] = {
-    "buffer": ABOUT,
-    "store": ABOUT,
-    MIX: {"buffer": _description} | _PARTS,
-    SHARDED: {"buffer": _description} | _PARTS,
-    SEVERAL: {"forms": {"buffer": _container, "state": _container}} | _PARTS,
-}
+    """Returns the metadata of a generation's buffers; {} before the first save."""
+    return saved.body["meta"] or {}
 
 
 def generations(saved: Generation) -> dict[str, int]:

@@ -33,61 +33,47 @@ def announced():
     files.hook = None
 
 
-def forged(path, change):
+def change_generation(path, change):
     """Writes a changed copy of the newest generation, with valid checksums."""
     folder = Folder(path)
     opened = generation.newest(folder)
     arrays = {name: opened.array(name, np.uint8).tobytes() for name in opened.arrays}
-    change(opened.body, arrays)
+    change(opened.body)
     generation.write(folder, opened.body, arrays)
-
-
-def runs(*rows):
-    return np.array(rows, np.int64).tobytes()
-
-
-FORGED = {"name": "more", "kind": ["uint8", "[4]"], "width": 4}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda body, _: body["table"].update(slots=10**15),
-        lambda body, _: body["table"].update(room=10**15),
-        lambda body, _: body["table"].update(slots=-5),
-        lambda body, _: body["table"].update(folder="../elsewhere"),
-        lambda body, _: body["table"]["columns"][0]["leaves"][0].update(width=10**15),
-        lambda body, _: body["table"]["columns"][0].update(block=0),
-        lambda body, _: body["table"]["columns"][0]["leaves"][0].update(name="../../../etc/passwd"),
-        lambda body, _: body["table"]["columns"][0]["leaves"][0].update(name="/etc/passwd"),
-        lambda body, _: body["table"]["columns"][0]["leaves"][0].update(name=["x"]),
-        lambda body, _: body["table"]["columns"][0]["leaves"][0].pop("width"),
-        lambda body, _: body["table"]["columns"][0]["leaves"][0].update(width=-1),
-        lambda body, _: body["table"]["columns"][0]["leaves"].append(FORGED),
-        lambda body, _: body["table"]["columns"][0].update(leaves=[]),
-        lambda body, _: body["table"]["columns"][0].update(leaves="ab"),
-        lambda body, _: body["table"]["columns"][0].update(leaves=5),
-        lambda body, _: body["table"]["columns"][1].update(body["table"]["columns"][0]),
-        lambda body, _: body.update(table=[]),
-        lambda body, _: body.update(rows=-5),
-        lambda body, _: body.update(meta=[[[[]]]]),
-        lambda body, _: body["arrays"].append(body["arrays"][0]),
-        lambda _, arrays: arrays.update({".sums/0": b""}),
-        lambda _, arrays: arrays.update({".places": runs((0, 0, 20), (20, 0, 20))}),
-        lambda _, arrays: arrays.update({".places": runs((0, 70, 20))}),
-        lambda _, arrays: arrays.update({".places": runs((0, -1, 20))}),
-        lambda _, arrays: arrays.update({".places": runs((0, 0, 0))}),
-        lambda _, arrays: arrays.update({".places": runs((0, 0, 10**15))}),
-        lambda _, arrays: arrays.update({".places": runs((0, 7 << 60, 1 << 62))}),
-        lambda _, arrays: arrays.update({".places": b"\0" * 8}),
+        lambda table: table.update(room=10**15),
+        lambda table: table.update(folder="1/../../elsewhere"),
+        lambda table: table["columns"][0]["leaves"][0].update(width=10**15),
+        lambda table: table["columns"][0]["leaves"][0].update(name="../../../etc/passwd"),
+        lambda table: table["columns"][0]["leaves"][0].update(name="/etc/passwd"),
     ],
 )
-def test_a_forged_generation_is_refused(change, path):
+def test_no_name_leads_out_of_the_folder_and_files_are_as_large_as_declared(change, path):
     faults.prepared(path, 20)
-    forged(path, change)
-    with pytest.raises(DamagedError):
+    change_generation(path, lambda body: change(body["table"]))
+    with pytest.raises(ValueError, match=r"found no file|bytes, found|format code 'd'"):
         faults.opened(path)
-    assert opening.damages(path)
+
+
+def test_a_renamed_generation_is_refused(path):
+    faults.prepared(path, 20)
+    newest = os.path.join(path, generation.name_of(generation.last(Folder(path))))
+    shutil.copy(newest, os.path.join(path, generation.name_of(9)))
+    with pytest.raises(DamagedError, match=r"generation 9, got .*renamed"):
+        faults.opened(path)
+
+
+@pytest.mark.parametrize("version", [0, -1, 2.5, True, None, "4", [4]])
+def test_a_version_that_never_was_is_refused(version, path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "VERSION", version)
+        faults.prepared(path, 20)
+    with pytest.raises(DamagedError, match="expected a generation of a store"):
+        faults.opened(path)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ import pytest
 
 import jrb
 from jrb import authoring, checkpoint, testing, types
+from jrb._store import generation
+from jrb._store.files import Folder
 from jrb.authoring import casting
 from jrb.checkpoint import api, saving
 from tests import seams
-from tests.checkpoint import forging
 
 TED = {
     "observation": jnp.zeros(3),
@@ -704,12 +705,13 @@ def test_a_killed_h5_save_leaves_a_file_that_the_next_one_takes_over(tmp_path):
     assert os.listdir(tmp_path) == ["file.h5"]
 
 
-def forged(path, change):
+def change_meta(path, change):
     """Changes the newest generation's metadata, with valid checksums."""
-    file = forging.generation_at(path)
-    head, body, rest = forging.parsed(file.read_bytes())
-    change(body["meta"])
-    file.write_bytes(forging.packed(head, body, rest))
+    folder = Folder(str(path))
+    opened = generation.newest(folder)
+    arrays = {name: opened.array(name, np.uint8).tobytes() for name in opened.arrays}
+    change(opened.body["meta"])
+    generation.write(folder, opened.body, arrays)
 
 
 @pytest.mark.faults
@@ -719,11 +721,11 @@ def forged(path, change):
 def test_a_file_cannot_make_the_program_call_anything(name, tmp_path):
     buffer, state = filled(example=Named(jnp.zeros(1), jnp.bool_(False)))
     jrb.save(tmp_path, buffer, state)
-    forged(tmp_path, lambda meta: meta["buffer"]["fields"]["sampler"].update(part=name))
+    change_meta(tmp_path, lambda meta: meta["buffer"]["fields"]["sampler"].update(part=name))
     with pytest.raises(ValueError, match="expected a part that this program has defined"):
         jrb.load(tmp_path)
     jrb.save(tmp_path, buffer, state)
-    forged(tmp_path, lambda meta: meta["items"].update({"class": name}))
+    change_meta(tmp_path, lambda meta: meta["items"].update({"class": name}))
     with pytest.raises(ValueError, match="expected the class"):
         jrb.load(tmp_path)
 
@@ -731,7 +733,7 @@ def test_a_file_cannot_make_the_program_call_anything(name, tmp_path):
 def test_a_store_of_another_kind_is_refused(tmp_path):
     buffer, state = filled()
     jrb.save(tmp_path, buffer, state)
-    forged(tmp_path, lambda meta: meta.update(kind="parameters"))
+    change_meta(tmp_path, lambda meta: meta.update(kind="parameters"))
     with pytest.raises(ValueError, match="kind 'parameters'"):
         jrb.load(tmp_path)
 
@@ -739,7 +741,7 @@ def test_a_store_of_another_kind_is_refused(tmp_path):
 def test_a_capacity_that_the_files_do_not_hold_is_refused(tmp_path):
     buffer, state = filled(envs=None, capacity=8)
     jrb.save(tmp_path, buffer, state)
-    forged(tmp_path, lambda meta: meta["buffer"]["fields"].update(capacity=2**31 - 1))
+    change_meta(tmp_path, lambda meta: meta["buffer"]["fields"].update(capacity=2**31 - 1))
     with pytest.raises(ValueError, match="leaf 'storage/action': expected"):
         jrb.load(tmp_path)
 
