@@ -262,7 +262,7 @@ def test_what_prefetch_refuses():
     with pytest.raises(ValueError, match="depth"):
         jrb.prefetch(buffer, state, KEY, 0)
     with pytest.raises(TypeError, match="key"):
-        jrb.prefetch(buffer, state, 0)
+        jrb.prefetch(buffer, state)
 
 
 @pytest.mark.slow

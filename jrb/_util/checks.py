@@ -95,7 +95,7 @@ def mask(method: str, value: object, shape: tuple[int, ...], meaning: str) -> ja
         raise ValueError(
             f"{method}: mask: expected shape {shape}, got {array.shape}. It says {meaning}."
         )
-    return jnp.asarray(array)
+    return jax.device_put(array)  # jnp.asarray would compile a program for each shape
 
 
 def number(name: str, value: Leaf) -> jax.Array:

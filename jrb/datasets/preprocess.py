@@ -221,7 +221,7 @@ def _by_episode(
                 break
 
 
-def return_to_go(episode: Episode, *, discount: float = 1.0, key: Path = "return_to_go") -> Any:
+def return_to_go(episode: Episode, *, discount: float = 1.0, path: Path = "return_to_go") -> Any:
     """Returns an episode with the discounted sum of the rewards from each step to its end.
 
     Give it to `Dataset.preprocess` with `by="episode"`; `functools.partial` sets its options. An
@@ -230,12 +230,12 @@ def return_to_go(episode: Episode, *, discount: float = 1.0, key: Path = "return
     Args:
         episode: an episode in TED, NumPy arrays `[T, ...]`.
         discount: gamma, from 0 to 1.
-        key: the path of the result, `[T, ...]` like the reward, for each of its leaves. It is
+        path: where the result goes, `[T, ...]` like the reward, for each of its leaves. It is
             computed in float64, and rounded once to the dtype of the reward; if that is no floating
             one, to float32, or float64 from 32 bits on.
 
     Raises:
-        ValueError: there is no reward, `key` is taken, or `episode` is a single step.
+        ValueError: there is no reward, `path` is taken, or `episode` is a single step.
 
     Example:
         >>> import numpy as np, jrb
@@ -244,7 +244,7 @@ def return_to_go(episode: Episode, *, discount: float = 1.0, key: Path = "return
         [3.0, 4.0, 4.0]
     """
     checks.fraction("discount", discount)
-    checks.path("key", key)
+    checks.path("path", path)
     is_step = not all(np.ndim(flag) for flag in TED.flags(episode).values())
     check(not is_step, "return_to_go", "an episode", "a step. Pass by='episode'")
 
@@ -256,7 +256,7 @@ def return_to_go(episode: Episode, *, discount: float = 1.0, key: Path = "return
         return totals.astype(reward.dtype if is_floating else np.result_type(reward, np.float32))
 
     rewards = TED.get(episode, "reward")
-    return with_leaf(episode, key, jax.tree.map(sums, rewards), "return_to_go")
+    return with_leaf(episode, path, jax.tree.map(sums, rewards), "return_to_go")
 
 
 # Calls of the user's function.

@@ -84,14 +84,14 @@ def envs_of(buffer):
     return getattr(buffer, "buffer", buffer).num_envs
 
 
-def arguments(rng, name, buffer, length, on_device):
-    """Returns random arguments of `extend` for this length."""
+def arguments(rng, name, buffer, length, on_device, share=0.5):
+    """Returns arguments of `extend` for this length; each optional one with probability `share`."""
     envs = envs_of(buffer)
     given = {"items": items(rng, length, envs, wide=name == "cast")}
-    if rng.random() < 0.5:
+    if rng.random() < share:
         shape = (length, envs) if name == "lanes" else (length,)
         given["mask"] = rng.random(shape) < 0.8
-    if getattr(buffer, "buffer", buffer).sampler.prioritized and rng.random() < 0.5:
+    if getattr(buffer, "buffer", buffer).sampler.prioritized and rng.random() < share:
         given["priorities"] = rng.random(given["items"]["action"].shape).astype(np.float32)
     return jax.tree.map(jnp.asarray, given) if on_device and name != "cast" else given
 
@@ -143,7 +143,8 @@ def test_thirty_lengths_need_few_programs(name, jitted, most, compilations):
     methods = jrb.jitted(buffer) if jitted else buffer
     state = methods.init(ITEM)
     lengths = rng.choice(np.arange(1, most + 1), 30, replace=False).tolist()
-    given = [arguments(rng, name, buffer, length, length % 2) for length in lengths]
+    share = rng.integers(2)  # a loop has masks and priorities always, or never
+    given = [arguments(rng, name, buffer, length, length % 2, share) for length in lengths]
     with compilations() as count:
         for each in given:
             state = methods.extend(state, **each)

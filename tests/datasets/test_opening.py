@@ -190,7 +190,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, format):
 
 
 def test_an_empty_path_is_not_the_folder_one_is_in():
-    with pytest.raises(FileNotFoundError, match="no such file or directory"):
+    with pytest.raises(ValueError, match="source: expected a path, got ''"):
         jrb.datasets.open("")
 
 

@@ -380,7 +380,7 @@ def test_what_is_there_stays(tmp_path):
     with pytest.raises(ValueError, match="expected nothing there, found something"):
         source.preprocess(same, tmp_path / "a.hdf5")
     os.symlink(tmp_path / "nowhere", tmp_path / "b")
-    with pytest.raises(ValueError, match="expected nothing there, found something"):
+    with pytest.raises(FileNotFoundError, match="expected no broken link"):
         source.preprocess(same, tmp_path / "b")
     with pytest.raises(ValueError, match="expected at least one step to be written"):
         source.preprocess(lambda episode: None, tmp_path / "c", by="episode")

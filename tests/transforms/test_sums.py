@@ -124,7 +124,7 @@ def test_returns_of_episodes_and_of_datasets(rewards):
 @pytest.mark.parametrize("discount", [1.0, 0.99, 0.0])
 def test_returns_to_go_of_episodes(rewards, discount):
     rows = rows_of(rewards)
-    found = jrb.datasets.return_to_go(rows, discount=discount, key=("next", "to_go"))
+    found = jrb.datasets.return_to_go(rows, discount=discount, path=("next", "to_go"))
     assert found["next"].keys() == {*rows["next"], "to_go"}
     assert found["next"]["to_go"].dtype == rewards.dtype
     assert_rounded(found["next"]["to_go"], sums_of(rewards, discount))
