@@ -12,7 +12,7 @@ import numpy as np
 from jrb.authoring import ExpansionLimit, require
 from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.reading import arrow
-from jrb.datasets.reading.names import check, natural_order
+from jrb.datasets.reading.names import check, natural_order, refused
 from jrb.datasets.reading.tabular import cached
 
 _INFO = os.path.join("meta", "info.json")
@@ -198,12 +198,10 @@ def _rows(path: str, limit: ExpansionLimit) -> list[dict[str, Any]]:
     """
     rows = list[dict[str, Any]]()
     if path.endswith(".jsonl"):
-        try:
-            if os.path.isfile(path):
-                with open(path, encoding="utf-8") as file:
-                    rows = [json.loads(line) for line in file if line.strip()]
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: expected lines of JSON, got others: {error}") from error
+        if os.path.isfile(path):
+            damage = (ValueError, RecursionError)
+            with refused(path, "lines of JSON", damage), open(path, encoding="utf-8") as file:
+                rows = [json.loads(line) for line in file if line.strip()]
         check(all(isinstance(row, dict) for row in rows), path, "a dict in each line", "others")
         return rows
     parquet = require("pyarrow.parquet", "datasets")
