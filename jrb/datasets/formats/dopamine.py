@@ -154,8 +154,7 @@ def _read_steps(
     terminated, truncated = tabular.combined_flags(len(rows), *map(flags.get, FLAGS))
     # Episodes end where that is noted, and before rows that are in no file.
     ended = terminated | truncated | np.isin(rows, noted)
-    is_last = ended.copy()
-    is_last[np.array([*breaks]) - 1] = True  # 0 - 1 is the last row of all
+    is_last = ended | np.isin(np.arange(1, len(rows) + 1) % len(rows), [*breaks])
     stops = np.flatnonzero(is_last) + 1
     begins = np.append(0, stops[:-1])
     has_first = ~np.isin(begins, [*breaks])
@@ -163,9 +162,8 @@ def _read_steps(
     own = next(iter(files.values()))
     most = max(0, len(GzippedColumn([own[_RANGE]])) - 2) if _RANGE in own else 15
     shown = np.append(np.flatnonzero(~is_zero), len(rows))
-    zeros = shown[np.searchsorted(shown, begins)] - begins
-    zeros = np.minimum(zeros, np.minimum(lengths - has_last, most))
-    padding = _padding(zeros, begins, has_first, has_last, rows, columns)
+    zeros = np.minimum(shown[np.searchsorted(shown, begins)] - begins, lengths - has_last)
+    padding = _padding(np.minimum(zeros, most), begins, has_first, has_last, rows, columns)
     is_step = np.arange(len(rows)) >= np.repeat(begins + padding, lengths)
     kept = lengths > padding
     number = np.array([*files])[np.searchsorted(starts, rows[begins], "right") - 1]
