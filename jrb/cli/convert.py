@@ -5,7 +5,7 @@ import importlib
 import os
 import re
 import shutil
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from jrb._util.wording import bytes_text, printable, require
 from jrb.cli import console, sources
@@ -14,16 +14,14 @@ from jrb.cli.inspect import disk
 typer: Any = require("typer", "cli")
 
 _LOADED = ("native", "h5")  # formats that `jrb.load` reads into JAX arrays
-_WHOLE = ("native", "h5", "torchrl", "torchrl-flat")
+_TORCHRL = ("torchrl", "torchrl-flat")
 _EPISODES = ("minari", "d4rl")
 _TABLES = ("parquet", "arrow")
 Format = Literal["native", "h5", "torchrl", "torchrl-flat", "minari", "d4rl", "parquet", "arrow"]
-FORMATS: tuple[str, ...] = get_args(Format)
 _PIECE = 8 << 20  # the bytes of a table that are written at once
 
 _LOST = {
-    "torchrl": "batch size, unit, transforms, and the state of samplers but priorities",
-    "torchrl-flat": "batch size, unit, transforms, and the state of samplers but priorities",
+    **dict.fromkeys(_TORCHRL, "batch size, unit, transforms, and state of samplers but priorities"),
     **dict.fromkeys(_EPISODES, "the description, priorities, and all other state"),
     **dict.fromkeys(_TABLES, "the description, and all state but priorities"),
 }
@@ -71,10 +69,6 @@ def convert(
     console.show(console.plain(f"{dest}: {to}, {bytes_text(disk(dest))}.{lost}"))
 
 
-def _removing() -> Any:
-    return importlib.import_module("jrb.datasets.library")
-
-
 def _check_dest(source: str, dest: str, overwrite: bool) -> None:
     """Raises if `dest` must not be written: it exists, is in use, or overlaps with `source`."""
     sources.check_apart(source, dest)
@@ -84,7 +78,7 @@ def _check_dest(source: str, dest: str, overwrite: bool) -> None:
         raise ValueError(f"{dest}: there is something already; --overwrite would replace it.")
     if sources.kind_of(dest) == sources.OTHER:
         sources.dataset(dest)  # raises if it is no dataset
-    with _removing().locked(dest):
+    with importlib.import_module("jrb.datasets.library").locked(dest):
         pass  # raises if other files would be lost, or another process writes
 
 
@@ -128,28 +122,27 @@ def _replace(source: str, dest: str, overwrite: bool, result: tuple[Any, ...]) -
         if not os.path.lexists(dest):
             os.rename(temporary, dest)
             return
-        with _removing().locked(dest) as is_own:
+        library = importlib.import_module("jrb.datasets.library")
+        with library.locked(dest) as is_own:
             try:
                 os.rename(dest, old)
                 os.rename(temporary, dest)
             finally:
                 if os.path.lexists(old) and not os.path.lexists(dest):
                     os.rename(old, dest)
-            _removing().discard(old, is_own)
+            library.discard(old, is_own)
     finally:
-        if os.path.isdir(temporary):
-            shutil.rmtree(temporary)
-        elif os.path.lexists(temporary):
+        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
             os.remove(temporary)
 
 
 def _write(path: str, dest: str, to: str, buffer: Any, state: Any, compression: str | None) -> None:
     jrb: Any = importlib.import_module("jrb")
-    if to == "native":
-        jrb.save(path, buffer, state)
-    elif to == "h5":
-        jrb.save(path, buffer, state, layout="h5", compression=compression)
-    elif to in _WHOLE:
+    if to in _LOADED:
+        options = {"layout": "h5", "compression": compression} if to == "h5" else {}
+        jrb.save(path, buffer, state, **options)
+    elif to in _TORCHRL:
         layout = "flat" if to == "torchrl-flat" else "default"
         jrb.checkpoint.write_torchrl(path, buffer, state, layout)
     elif to == "d4rl":
@@ -170,9 +163,9 @@ def _write(path: str, dest: str, to: str, buffer: Any, state: Any, compression: 
                 f"leaves {empty}: expected arrays of some numbers with --to parquet, got none in "
                 "each. --to arrow takes them."
             )
-        is_parquet, pyarrow = to == "parquet", require("pyarrow", "tables")
-        parquet = require("pyarrow.parquet", "tables") if is_parquet else None
-        make = pyarrow.RecordBatchFileWriter if parquet is None else parquet.ParquetWriter
+        make = require("pyarrow", "tables").RecordBatchFileWriter
+        if to == "parquet":
+            make = require("pyarrow.parquet", "tables").ParquetWriter
         with make(path, reader.schema) as writer:
             for batch in reader:
                 writer.write_batch(batch)

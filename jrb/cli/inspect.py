@@ -117,6 +117,7 @@ def _of_folder(path: str, generation: Any) -> Report:
         if entry["kind"]
     ]
     kind, begins = str(meta.get("kind")), manifest.EXTRA
+    extra = [leaf for leaf in arrays if leaf["name"].startswith(begins)]
     notes = [_NOTES[form["kind"]].format_map(form)] if form.get("kind") in _NOTES else []
     return _report(
         path,
@@ -129,11 +130,7 @@ def _of_folder(path: str, generation: Any) -> Report:
         generations=list(_generations(path)),
         leaves=leaves,
         others=[leaf for leaf in arrays if not leaf["name"].startswith(".")],
-        extra=[
-            leaf | {"name": leaf["name"].removeprefix(begins)}
-            for leaf in arrays
-            if leaf["name"].startswith(begins)
-        ],
+        extra=[leaf | {"name": leaf["name"].removeprefix(begins)} for leaf in extra],
         notes=notes + ["Nothing was saved to it yet."] * (not generation.number),
         metadata={"versions": facts.get("versions")} if facts else {},
         parts={

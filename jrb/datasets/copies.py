@@ -40,6 +40,7 @@ from jrb.authoring import (
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import LockedError
 from jrb.datasets.filling import Streams, streams, written
+from jrb.datasets.reading.names import check
 from jrb.migrate import rebuild, with_parts, writable
 from jrb.samplers import Uniform
 from jrb.state import BufferState
@@ -57,10 +58,8 @@ _log = logging.getLogger("jrb.datasets")
 
 def select(dataset: Any, fraction: float | None, episodes: Any) -> Any:
     """Returns the dataset of the first episodes (a fraction or number), a slice, or indices."""
-    if fraction is not None and episodes is not None:
-        raise ValueError(
-            "buffer: expected fraction= or episodes=, got both. Leave one of them out."
-        )
+    is_one = fraction is None or episodes is None
+    check(is_one, "buffer", "fraction= or episodes=", "both. Leave one of them out")
     if fraction is not None:
         checks.fraction("fraction", fraction)
         return dataset[: max(1, round(fraction * len(dataset)))]
@@ -76,8 +75,8 @@ def select(dataset: Any, fraction: float | None, episodes: Any) -> Any:
         raise TypeError(
             f"episodes: expected a number, a slice or numbers of episodes, got {episodes!r}."
         )
-    if numbers.min() < 0 or numbers.max() >= len(dataset):
-        raise ValueError(f"episodes: expected numbers below {len(dataset)}, got {episodes!r}.")
+    is_right = numbers.min() >= 0 and numbers.max() < len(dataset)
+    check(is_right, "episodes", f"numbers below {len(dataset)}", repr(episodes))
     return dataset.only(dataset.numbers[numbers])
 
 
@@ -99,11 +98,10 @@ def fill_buffer(
                 f"buffer: {name}: expected none, as the buffer holds all steps and is only read, "
                 f"got {parts[name]!r}. For another one there is jrb.rebuild."
             )
-    if root is not None and not cache:
-        raise ValueError("buffer: root: expected None without cache=True, which it is for.")
+    is_right, expected = root is None or cache, "None without cache=True, which it is for"
+    check(is_right, "buffer: root", expected, repr(root))
     flow = streams(dataset, num_envs)
-    if not flow.rows:
-        raise ValueError(f"buffer: expected at least one step, got none in {dataset!r}")
+    check(flow.rows, "buffer", "at least one step", f"none in {dataset!r}")
     writer = ReadOnly(RoundRobin() if flow.is_even else PerEnvironment())
     options = {"cast": True, **parts, "writer": writer}
     buffer = ReplayBuffer(
@@ -111,11 +109,10 @@ def fill_buffer(
     )
     if cache:
         for transform in parts.get("transforms", ()):
-            if getattr(transform, "inverse", None) is not None:
-                raise ValueError(
-                    "buffer: cache: expected transforms without an inverse, which changes what is "
-                    f"stored, got {transform!r}. Leave it out, or name a MemmapStorage with a path."
-                )
+            is_free = getattr(transform, "inverse", None) is None
+            expected = "transforms without an inverse, which changes what is stored"
+            got = f"{transform!r}. Leave it out, or name a MemmapStorage with a path"
+            check(is_free, "buffer: cache", expected, got)
         path, digest = copy_of(dataset, num_envs, root_of(root))
         copied = dataclasses.replace(buffer, storage=MemmapStorage(path, spare_fraction=0))
         state = _open_copy(copied, path, digest)

@@ -26,6 +26,7 @@ from jrb.datasets.format import (
     sliced,
 )
 from jrb.datasets.formats.recorded import Recorded
+from jrb.datasets.reading.names import check
 from jrb.samplers import Uniform
 from jrb.state import BufferState
 from jrb.types import Sampler, Storage, Unit
@@ -178,11 +179,9 @@ class Dataset(Sequence[Episode]):
         Raises:
             ValueError: the files have no rewards.
         """
-        if "reward" not in self.spec["next"]:
-            raise ValueError(
-                f"returns: expected a leaf 'next/reward', got a set of format '{self.format.name}' "
-                f"without rewards, with the leaves {authoring.leaf_names(self.spec)}."
-            )
+        got = f"a set of format '{self.format.name}' without rewards, with the leaves "
+        got += str(authoring.leaf_names(self.spec))
+        check("reward" in self.spec["next"], "returns", "a leaf 'next/reward'", got)
         spec, lengths = self.spec["next"]["reward"], self.lengths.tolist()
         returns = jax.tree.map(lambda leaf: np.zeros((len(self), *leaf.shape)), spec)
         for number, rewards in enumerate(self.format.rewards(self.source, self.numbers.tolist())):
@@ -207,11 +206,9 @@ class Dataset(Sequence[Episode]):
         checks.fraction("fraction", fraction)
         count, returns = max(1, round(fraction * len(self))), self.returns()
         shape = jax.tree.map(np.shape, returns)
-        if shape != (len(self),):
-            raise ValueError(
-                f"best: expected one return for each episode, got them in shape {shape}. Choose by "
-                "one of them, and take these: dataset.only(dataset.numbers[...])."
-            )
+        got = f"them in shape {shape}. Choose by one of them, and take these: "
+        got += "dataset.only(dataset.numbers[...])"
+        check(shape == (len(self),), "best", "one return for each episode", got)
         order = np.argsort(-returns, kind="stable")[:count]
         return self.only(self.numbers[np.sort(order)])
 

@@ -11,6 +11,7 @@ import numpy as np
 from jrb.authoring import leaf_name
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Description, Episode, Indexed, Source
+from jrb.datasets.reading.names import check
 from jrb.mix import Mix, States
 
 
@@ -101,14 +102,10 @@ def _check_alike(datasets: Mapping[str, Any]) -> None:
         first = first or forms
         for leaf in sorted(first.keys() | forms.keys()):
             want, got = first.get(leaf, "nothing"), forms.get(leaf, "nothing")
-            if want != got:
-                raise ValueError(
-                    f"dataset {name}: leaf '{leaf}': expected {want}, as dataset "
-                    f"{next(iter(datasets))} has it, got {got}. Bring them to one form with "
-                    "preprocess."
-                )
-    if not datasets:
-        raise ValueError("expected at least one dataset, got none.")
+            expected = f"{want}, as dataset {next(iter(datasets))} has it"
+            cure, where = "Bring them to one form with preprocess", f"dataset {name}: leaf '{leaf}'"
+            check(want == got, where, expected, f"{got}. {cure}")
+    check(datasets, "datasets", "at least one dataset", "none")
 
 
 def mix(
@@ -141,13 +138,11 @@ def mix(
     by_name = (
         dict(weights) if isinstance(weights, Mapping) else dict(zip(named, weights, strict=False))
     )
-    if by_name.keys() != named.keys() or len(weights) != len(named):
-        raise ValueError(f"weights: expected one for each of {list(named)}, got {weights!r}.")
+    is_right = by_name.keys() == named.keys() and len(weights) == len(named)
+    check(is_right, "weights", f"one for each of {list(named)}", repr(weights))
     numbers = np.array([by_name[name] for name in named], np.float64)
-    if not (np.isfinite(numbers).all() and (numbers >= 0).all() and numbers.sum() > 0):
-        raise ValueError(
-            f"weights: expected finite numbers of at least 0, not all 0, got {numbers.tolist()}."
-        )
+    is_right = np.isfinite(numbers).all() and (numbers >= 0).all() and numbers.any()
+    check(is_right, "weights", "finite numbers of at least 0, not all 0", numbers.tolist())
     whole = concatenate(*named.values())
     if "valid" in whole.spec["next"]:  # then all have that leaf
         stops = np.cumsum([0, *map(len, named.values())]).tolist()

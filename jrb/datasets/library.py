@@ -19,6 +19,7 @@ from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Format, Source
 from jrb.datasets.formats import OURS
 from jrb.datasets.formats.arrays import check_whole
+from jrb.datasets.reading.names import check
 
 _DEPTH = 3  # nested folders that `list` searches: Minari's `namespace/name-v0` is two of them
 _MINARI_ID = re.compile(r"([-\w]+/)*[-\w]+-v\d+")
@@ -111,8 +112,7 @@ def choose_format(source: Source, format: str | Format | None = None) -> Format:
         return format
     by_name = formats()
     if format is not None:
-        if format not in by_name:
-            raise ValueError(f"format: expected one of {[*by_name]}, got {format!r}.")
+        check(format in by_name, "format", f"one of {[*by_name]}", repr(format))
         return by_name[format]
     for each in by_name.values():
         if each.matches(source):
@@ -179,8 +179,8 @@ def path_in(name: str, root: str | os.PathLike[str] | None) -> str:
     folder = copies.root_of(root)
     path = os.path.normpath(os.path.join(folder, name))
     inside = os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep)
-    if not inside or not path.startswith(folder + os.sep) or os.path.islink(path):
-        raise ValueError(f"delete: expected the name of a dataset in {folder}, got {name!r}.")
+    inside &= path.startswith(folder + os.sep) and not os.path.islink(path)
+    check(inside, "delete", f"the name of a dataset in {folder}", repr(name))
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file or directory.")
     return path

@@ -78,11 +78,9 @@ def preprocess(
         checks.count("num_frames", num_frames)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         raise ValueError(f"workers: expected a number of at least 0, got {workers!r}.")
-    if jit and (workers or by != "step"):
-        raise ValueError(
-            f"jit: expected workers=0 and by='step', got workers={workers} and by={by!r}: a "
-            "function of JAX is mapped over blocks of steps, in this process."
-        )
+    is_right, got = not jit or (not workers and by == "step"), f"workers={workers} and by={by!r}"
+    got += ": a function of JAX is mapped over blocks of steps, in this process"
+    check(is_right, "jit", "workers=0 and by='step'", got)
     # Python 3.11's process pool may hang if an argument cannot be pickled.
     if workers and not _can_be_sent(function):
         raise TypeError(
@@ -95,10 +93,8 @@ def preprocess(
     else:
         call = functools.partial(_map_steps if by == "step" else _map_episode, function)
     run = functools.partial(_in_order, call, workers)
-    if by == "step":
-        mapped = _by_step(dataset, run, rows, num_frames, progress)
-    else:
-        mapped = _by_episode(dataset, run, num_frames, progress)
+    by_what = functools.partial(_by_step, rows=rows) if by == "step" else _by_episode
+    mapped = by_what(dataset, run, num_frames, progress)
     with new_path(dest) as folder, contextlib.closing(mapped):
         os.mkdir(folder)
         _write(folder, mapped, dataset)
@@ -140,8 +136,7 @@ def _write(folder: str, mapped: Iterator[Mapped], dataset: Any) -> None:
         if num_bytes >= parts.PART_BYTES:
             num_parts, num_bytes = num_parts + 1, 0
             write_part(num_parts)
-    if not blocks:
-        raise ValueError(f"{folder}: expected at least one step to be written, got none.")
+    check(blocks, folder, "at least one step to be written", "none")
     write_part(num_parts + 1)
     write_part(0, **_about(dataset, np.concatenate(kept)))
 
@@ -160,7 +155,7 @@ def _about(dataset: Any, episodes: np.ndarray) -> dict[str, Any]:
 
 
 def _by_step(
-    dataset: Any, run: Run, rows: int, num_frames: int | None, progress: bool | None
+    dataset: Any, run: Run, num_frames: int | None, progress: bool | None, rows: int
 ) -> Generator[Mapped, None, None]:
     """Maps the first `num_frames` steps, `rows` at a time; yields the mapped blocks."""
     bounds, total = np.cumsum(dataset.lengths), int(dataset.lengths.sum())
@@ -311,11 +306,9 @@ def _compiled(function: Function, cast: bool, spec: Any, rows: int) -> Callable[
             lost = narrowed != leaf
         else:
             lost = np.isfinite(leaf) & ~np.isfinite(narrowed)
-        if lost.any():
-            raise ValueError(
-                f"leaf '{leaf_name(path)}': expected numbers that {narrowed.dtype} holds, got "
-                f"{leaf[lost][0]}. Set jax_enable_x64, or encode them."
-            )
+        where, expected = f"leaf '{leaf_name(path)}'", f"numbers that {narrowed.dtype} holds"
+        got = f"{leaf[lost][:1]}. Set jax_enable_x64, or encode them"
+        check(not lost.any(), where, expected, got)
         return narrowed
 
     def call(block: Episode) -> Result:

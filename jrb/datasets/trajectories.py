@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb.authoring import leaf_name, leaf_names
+from jrb.datasets.reading.names import check
 from jrb.keys import TED, Keys
 
 
@@ -49,8 +50,8 @@ def split_trajectories(
     over, stops = _ends(items, keys, "split_trajectories")
     starts = np.concatenate([[0], stops[:-1]])[: len(stops)]
     longest = int((stops - starts).max(initial=0))
-    if length is not None and length < longest:
-        raise ValueError(f"length: expected at least {longest}, the longest one, got {length}.")
+    is_enough = length is None or length >= longest
+    check(is_enough, "length", f"at least {longest}, the longest one", length)
     place = starts[:, None] + np.arange(longest if length is None else length)
     mask, index = place < stops[:, None], np.minimum(place, max(len(over) - 1, 0))
     running = (stops == len(over)) & ~over[-1:].any()
@@ -84,11 +85,9 @@ def join_trajectories(padded: Any, mask: Any) -> Any:
     if mask.dtype != bool:
         raise TypeError(f"mask: expected dtype bool, got {mask.dtype}. Compare, do not cast.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(padded):
-        if leaf.shape[: mask.ndim] != mask.shape or mask.ndim != 2:
-            raise ValueError(
-                f"join_trajectories: leaf '{leaf_name(path)}': expected a shape from "
-                f"{mask.shape} on, as the mask has, [K, L], got {leaf.shape}."
-            )
+        is_right, where = mask.ndim == 2 and leaf.shape[:2] == mask.shape, leaf_name(path)
+        expected = f"a shape from {mask.shape} on, as the mask has, [K, L]"
+        check(is_right, f"join_trajectories: leaf '{where}'", expected, leaf.shape)
     index = np.nonzero(mask)
     return jax.tree.map(lambda leaf: leaf[index], padded)
 
@@ -129,23 +128,17 @@ def _ends(items: Any, keys: Keys, who: str) -> tuple[np.ndarray, np.ndarray]:
     leaves = jax.tree_util.tree_leaves_with_path(items)
     shapes = {leaf_name(path): np.shape(leaf) for path, leaf in leaves}
     leads = {shape[:1] for shape in shapes.values()}
-    if len(leads) != 1 or leads == {()}:
-        raise ValueError(
-            f"{who}: expected leaves [T, ...] of one length, time first, got shapes {shapes}."
-        )
+    is_right = len(leads) == 1 and leads != {()}
+    check(is_right, who, "leaves [T, ...] of one length, time first", f"shapes {shapes}")
     ((steps,),) = leads
     flags = keys.flags(items)
-    if not flags and keys.episode is None:
-        raise ValueError(
-            "done: expected a leaf such as 'next/done', got items with the leaves "
-            f"{leaf_names(items)}. Name the right ones with keys=jrb.Keys(done=...)."
-        )
+    got = f"items with the leaves {leaf_names(items)}. Name the right ones with "
+    got += "keys=jrb.Keys(done=...)"
+    check(flags or keys.episode is not None, "done", "a leaf such as 'next/done'", got)
     for name, flag in flags.items():
-        if flag.shape not in ((steps,), (steps, 1)):
-            raise ValueError(
-                f"done: leaf '{name}': expected shape ({steps},) or ({steps}, 1), got "
-                f"{flag.shape}. Split each environment by itself."
-            )
+        expected = f"shape ({steps},) or ({steps}, 1)"
+        is_right, got = flag.shape in ((steps,), (steps, 1)), f"{flag.shape}. Split each "
+        check(is_right, f"done: leaf '{name}'", expected, f"{got}environment by itself")
     is_set = lambda flag: np.asarray(flag).reshape(steps) != 0
     over = keys.ends(items, is_set) if flags else np.zeros(steps, bool)
     if keys.episode is not None:

@@ -82,13 +82,14 @@ def check_roles(who: str, names: Any) -> None:
         check(has_role, who, f"items with '{role}'", got)
 
 
-def first_break(where: str, name: str, before: np.ndarray, after: np.ndarray) -> int | None:
-    """Returns the first step whose row of `after` is not the next row of `before`, or None."""
+def check_chain(where: str, name: str, before: np.ndarray, after: np.ndarray, cure: str) -> None:
+    """Raises `ValueError` unless each row of `after` is the next row of `before`."""
     forms = [f"{rows.dtype} of shape {rows.shape[1:]}" for rows in (before, after)]
     expected = f"rows like those before the action, {forms[0]}"
     check(forms[0] == forms[1], f"{where}: leaf 'next/{name}'", expected, forms[1])
-    breaks = np.flatnonzero(flat.differ(before[None], after[None])[0])
-    return int(breaks[0]) if len(breaks) else None
+    for step in np.flatnonzero(flat.differ(before[None], after[None])[0])[:1]:
+        got = f"another after step {step}. {cure}"
+        check(False, f"{where}: leaf 'next/{name}'", f"the next step's '{name}'", got)
 
 
 @escaped_errors()
@@ -206,9 +207,8 @@ def _steps(where: str, episode: Episode) -> dict[str, Any]:
     got = f"{sorted(after)}. RLDS has each observation once"
     check(before == after.keys(), f"{where}: leaf 'next/observation'", expected, got)
     for name, leaf in after.items():
-        step = first_break(where, name, leaves[name], leaf)
-        got = f"another after step {step}. RLDS has each observation once; write_d4rl has both"
-        check(step is None, f"{where}: leaf 'next/{name}'", f"the next step's '{name}'", got)
+        cure = "RLDS has each observation once; write_d4rl has both"
+        check_chain(where, name, leaves[name], leaf, cure)
     rows = {
         name.removeprefix("next/") if within(name, "next/reward") else name: leaf
         for name, leaf in leaves.items()

@@ -1,6 +1,7 @@
 """Writes episodes as a Minari dataset, by the package `minari`. T steps of an episode."""
 
 import collections
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from jrb.datasets.formats.minari import METADATA
 from jrb.datasets.output import absent, new_path
 from jrb.datasets.reading.names import check, check_names
 from jrb.datasets.reading.tabular import VALID
-from jrb.datasets.writing import dataset_of, first_break, unfinished
+from jrb.datasets.writing import check_chain, dataset_of, unfinished
 from jrb.keys import within
 from jrb.layouts.names import Leaves, flatten, nest
 from jrb.state import BufferState
@@ -211,17 +212,13 @@ def _env_spec(given: Any) -> str | None:
     """Returns the spec of an environment as JSON text; None if none is given."""
     if given is None:
         return None
-    try:
+    with contextlib.suppress(ValueError, TypeError):
         text = given.to_json() if hasattr(given, "to_json") else given
         text = json.dumps(dict(text)) if isinstance(text, Mapping) else text
         if "id" in dict(json.loads(text)):
             return text
-    except (ValueError, TypeError):
-        pass
-    raise ValueError(
-        f"env_spec: expected Gymnasium's spec of an environment (env.spec), or its JSON, got "
-        f"{given!r}."
-    )
+    expected = "Gymnasium's spec of an environment (env.spec), or its JSON"
+    raise ValueError(f"env_spec: expected {expected}, got {given!r}.")
 
 
 def _names(specs: Mapping[str, Any], stored: Any) -> dict[str, str]:
@@ -267,11 +264,9 @@ def _arrays(where: str, leaves: Leaves) -> Leaves:
             continue
         # Both become one array `[T + 1, ...]`.
         following = leaves.pop(f"next/{name}")
-        step = first_break(where, name, leaves[name], following)
-        got = f"another after step {step}. Minari's sets hold every observation once: end the "
-        got += "episode there, or write transitions of one step"
-        expected = "what stands before the action of the next step"
-        check(step is None, f"{where}: leaf 'next/{name}'", expected, got)
+        cure = "Minari's sets hold every observation once: end the episode there, or write "
+        cure += "transitions of one step"
+        check_chain(where, name, leaves[name], following, cure)
         leaves[name] = np.concatenate([leaves[name], following[-1:]])
     names: list[str] = []
     for name in leaves:

@@ -15,7 +15,7 @@ import numpy as np
 from jrb.authoring import MAX_EXPANSION, escaped_errors
 from jrb.interop import torchrl_files as files
 from jrb.interop.dump import Dump
-from jrb.interop.torchrl_files import DumpFolder, Leaves, damaged
+from jrb.interop.torchrl_files import DumpFolder, Leaves, check
 from jrb.interop.torchrl_write import write_torchrl
 from jrb.layouts import flat
 
@@ -65,10 +65,10 @@ def read_torchrl(
     folder = DumpFolder(path)
     stored = _read_storage(folder, max_expansion)
     storage, where = folder.path("storage"), folder.path("writer", "metadata.json")
-    if not any(leaf.size for leaf in stored.leaves.values()) or not all(stored.shape[:1] or (0,)):
-        # Without a tensor file, nothing confirms the declared number of rows.
-        got = f"shape {stored.shape} and {['/'.join(key) for key in stored.leaves]}"
-        raise damaged(storage, "a row and a tensor with entries", got)
+    # Without a tensor file, nothing confirms the declared number of rows.
+    has_rows = any(leaf.size for leaf in stored.leaves.values()) and all(stored.shape[:1] or (0,))
+    got = f"shape {stored.shape} and {['/'.join(key) for key in stored.leaves]}"
+    check(has_rows, storage, "a row and a tensor with entries", got)
     writer = folder.json("writer", "metadata.json")
     cursor = files.whole(writer.get("cursor"), where, "cursor")
     count = files.whole(writer.get("write_count", cursor), where, "write_count")
@@ -77,11 +77,10 @@ def read_torchrl(
     # and the other axes of `shape` are axes of the items; the write count tells these cases apart.
     each = envs if length > time or count * envs == length else 1
     rows = length // each
-    if length % each or rows > time or (stored.full and rows != time):
-        expected = f"a length for {time} rows of {envs} items{', all full' * stored.full}"
-        raise damaged(storage, expected, length)
-    if cursor > time:
-        raise damaged(where, f"a cursor of at most {time}", cursor)
+    is_right = not length % each and rows <= time and (rows == time or not stored.full)
+    expected = f"a length for {time} rows of {envs} items{', all full' * stored.full}"
+    check(is_right, storage, expected, length)
+    check(cursor <= time, where, f"a cursor of at most {time}", cursor)
     lead = (rows,) if len(stored.shape) == 1 else (rows, envs)
     if stored.layout == "default":
         axes = len(stored.shape)
@@ -92,14 +91,9 @@ def read_torchrl(
     else:
         leaves = _unfolded(storage, stored, rows)
     items = _nested(storage, leaves, len(lead), squeeze)
-    info: dict[str, Any] = {
-        "cursor": cursor % time,
-        "full": rows == time,
-        "num_envs": None if len(stored.shape) == 1 else envs,
-        "capacity": math.prod(stored.shape),
-        "layout": stored.layout,
-        "write_count": count,
-    }
+    num_envs, capacity = None if len(stored.shape) == 1 else envs, math.prod(stored.shape)
+    info = {"cursor": cursor % time, "full": rows == time, "num_envs": num_envs}
+    info |= {"capacity": capacity, "layout": stored.layout, "write_count": count}
     return Dump(items, info | _read_priorities(folder, lead))
 
 
@@ -108,9 +102,8 @@ def _nested(where: str, leaves: Leaves, axes: int, squeeze: bool) -> dict[str, A
     items: dict[str, Any] = {}
     for key, leaf in leaves.items():
         # NumPy misreads bools that are neither 0 nor 1, which files may hold.
-        if leaf.dtype == np.bool_ and (leaf.view(np.uint8) > 1).any():
-            expected = f"leaf '{'/'.join(key)}' with bytes that are 0 or 1"
-            raise damaged(where, expected, "others")
+        is_right = leaf.dtype != np.bool_ or (leaf.view(np.uint8) <= 1).all()
+        check(is_right, where, f"leaf '{'/'.join(key)}' with bytes that are 0 or 1", "others")
         is_one = key[key[:1] == ("next",) :] in _ONCE and leaf.shape[axes:] == (1,)
         inner = items
         for name in key[:-1]:
@@ -138,16 +131,14 @@ def _read_storage(folder: DumpFolder, max_expansion: float) -> StoredDump:
             shape = files.shape_of(meta.get("shape"), folder.path("storage", "meta.json"))
             tensors = folder.tensors(("storage",), shape)
             return StoredDump("default", {key: leaf for key, leaf, _ in tensors}, shape, length)
-        about = {
+        about: dict[str, Any] = {
             name: folder.json("storage", name, "meta.json").get("data") for name in files.ABOUT
         }
         where, tensors = folder.path("storage"), list(folder.tensors(("storage",), ()))
         leaves = {key: leaf for key, leaf, _ in tensors}
         layout = "nested" if any(ragged for _, _, ragged in tensors) else "flat"
-    shift: Any = about["shift"]
-    full, _, shape = (about[name] for name in files.ABOUT)
-    if not isinstance(full, bool):
-        raise damaged(where, "is_full to be true or false", full)
+    full, shift, shape = (about[name] for name in files.ABOUT)
+    check(isinstance(full, bool), where, "is_full to be true or false", full)
     shape = files.shape_of([shape] if isinstance(shape, int) else shape, where)
     sign = -1 if isinstance(shift, int) and shift < 0 else 1
     shift = sign * files.whole(-shift if sign < 0 else shift, where, "shift")
@@ -158,13 +149,10 @@ def _unfolded(where: str, stored: StoredDump, rows: int) -> Leaves:
     """Returns the items `[T, ...]` or `[T, E, ...]` of a compact layout."""
     leaves, shift = stored.leaves, stored.shift
     time, envs, total = stored.shape[0], math.prod(stored.shape[1:]), math.prod(stored.shape)
-    done = leaves.get(("done",))
-    if done is None or done.size != total:
-        got = "none" if done is None else f"shape {done.shape}"
-        raise damaged(where, f"a leaf 'done' with {total} flags", got)
-    least = -time if stored.full else 1
-    if not least <= shift <= time:
-        raise damaged(where, f"a shift from {least} to {time}", shift)
+    done, least = leaves.get(("done",), np.zeros(0)), -time if stored.full else 1
+    got = f"shape {done.shape}" if done.size else "none"
+    check(done.size == total, where, f"a leaf 'done' with {total} flags", got)
+    check(least <= shift <= time, where, f"a shift from {least} to {time}", shift)
     # A next observation was inserted after each last row of a trajectory, and the newest row.
     ends = (done.view(np.uint8) != 0 if done.dtype == np.bool_ else done != 0).reshape(-1, time)
     ends[:, time - 1 if stored.full else shift - 1] = True
@@ -184,15 +172,13 @@ def _unfolded(where: str, stored: StoredDump, rows: int) -> Leaves:
         if has_next:
             items[key] = _rows(leaf, place)
             items["next", *key] = _rows(leaf, np.minimum(place + 1, len(leaf) - 1))
-        elif len(leaf) != total:
-            expected = f"leaf '{'/'.join(key)}' with {total} rows, or {more} of an observation"
-            raise damaged(where, expected, len(leaf))
-        elif key not in _ONCE:
-            items[key] = _rows(leaf, index)
-        else:
-            items["next", *key] = _rows(leaf, index)
-            if key != ("reward",):
-                items[key] = np.zeros_like(items["next", *key])
+            continue
+        expected = f"leaf '{'/'.join(key)}' with {total} rows, or {more} of an observation"
+        check(len(leaf) == total, where, expected, len(leaf))
+        name = ("next", *key) if key in _ONCE else key
+        items[name] = _rows(leaf, index)
+        if name != key and key != ("reward",):
+            items[key] = np.zeros_like(items[name])
     return items
 
 
@@ -212,11 +198,10 @@ def _read_priorities(folder: DumpFolder, lead: tuple[int, ...]) -> dict[str, Any
     where, tree = folder.path(*name), ("sampler", "sumtree.memmap")
     capacity = files.whole(about.get("_max_capacity"), where, "_max_capacity")
     leaves = folder.array(tree, (capacity,), np.dtype(np.float64))
-    if capacity < size:
-        raise damaged(where, f"a _max_capacity of at least {size}", capacity)
+    check(capacity >= size, where, f"a _max_capacity of at least {size}", capacity)
     leaves = leaves[:size].reshape(lead)
-    if not (np.isfinite(leaves) & (leaves >= 0)).all():
-        raise damaged(folder.path(*tree), "finite leaves of at least 0", "others")
+    is_right = (np.isfinite(leaves) & (leaves >= 0)).all()
+    check(is_right, folder.path(*tree), "finite leaves of at least 0", "others")
     alpha, beta, eps = (
         files.number(about.get(key), where, key) for key in ("_alpha", "_beta", "_eps")
     )

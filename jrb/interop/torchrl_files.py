@@ -38,7 +38,6 @@ ABOUT = ("is_full", "shift", "_storage_shape")
 """The names of the entries of compact layouts that are not tensors."""
 
 _UNSAFE = frozenset('/<>:"|?*\\ %\x7f') | frozenset(map(chr, range(32)))
-_MOST_JSON = 64 << 20
 _MOST_RATIO = 1032  # the maximum compression ratio of an HDF5 filter
 
 
@@ -49,29 +48,30 @@ def file_name(key: str) -> str:
     return "".join(f"%{ord(char):02X}" if char in _UNSAFE else char for char in key)
 
 
-def damaged(where: str, expected: str, got: object) -> DamagedError:
-    """Returns the error for a file with unexpected contents."""
-    return DamagedError(f"{where}: expected {expected}, found {got}.")
+def check(is_right: object, where: str, expected: str, got: object) -> None:
+    """Raises `DamagedError` unless `is_right`; the message names file, expectation and finding."""
+    if not is_right:
+        raise DamagedError(f"{where}: expected {expected}, found {got}.")
 
 
 def whole(value: Any, where: str, name: str) -> int:
     """Returns a value from a file as a whole number of at least 0; raises for others."""
-    if number(value, where, name) != int(value) or value >= 2**63:
-        raise damaged(where, f"{name} to be a whole number", value)
+    is_whole = number(value, where, name) == int(value) and value < 2**63
+    check(is_whole, where, f"{name} to be a whole number", value)
     return int(value)
 
 
-def number(value: object, where: str, name: str) -> float:
+def number(value: Any, where: str, name: str) -> float:
     """Returns a value from a file as a number of at least 0; raises for others."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**128:
-        raise damaged(where, f"{name} to be a finite number of at least 0", value)
+    is_number = type(value) in (int, float) and 0 <= value < 2**128
+    check(is_number, where, f"{name} to be a finite number of at least 0", value)
     return float(value)
 
 
-def shape_of(value: object, where: str) -> tuple[int, ...]:
+def shape_of(value: Any, where: str) -> tuple[int, ...]:
     """Returns a value from a file as a shape; raises for others."""
-    if not isinstance(value, list) or len(value) > 32:
-        raise damaged(where, "a shape of at most 32 axes", value)
+    is_shape = isinstance(value, list) and len(value) <= 32
+    check(is_shape, where, "a shape of at most 32 axes", value)
     return tuple(whole(size, where, "a size") for size in value)
 
 
@@ -108,22 +108,18 @@ class DumpFolder:
         path = self.path(*names)
         if not os.path.lexists(path):
             raise FileNotFoundError(f"{path}: expected a file of the dump, found none.")
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise damaged(path, "a plain file", "something else")
+        check(stat.S_ISREG(os.lstat(path).st_mode), path, "a plain file", "something else")
         return path
 
     def json(self, *names: str) -> dict[str, Any]:
         """Reads the JSON object in a file."""
         path = self.file(*names)
-        if os.path.getsize(path) > _MOST_JSON:
-            raise damaged(path, f"at most {_MOST_JSON} bytes of JSON", os.path.getsize(path))
         try:
             with open(path, "rb") as file:
                 value = json.load(file)
         except (ValueError, RecursionError) as error:
-            raise damaged(path, "JSON", error) from error
-        if not isinstance(value, dict):
-            raise damaged(path, "a JSON object", type(value).__name__)
+            raise DamagedError(f"{path}: expected JSON, found {error}.") from error
+        check(isinstance(value, dict), path, "a JSON object", type(value).__name__)
         return value
 
     def array(self, names: Key, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -132,9 +128,8 @@ class DumpFolder:
         if not size:
             return np.zeros(shape, dtype)
         path = self.file(*names)
-        if os.path.getsize(path) != size:
-            what = f"{size} bytes for {dtype} of shape {shape}"
-            raise damaged(path, what, f"{os.path.getsize(path)} bytes")
+        stored, expected = os.path.getsize(path), f"{size} bytes for {dtype} of shape {shape}"
+        check(stored == size, path, expected, f"{stored} bytes")
         return np.asarray(np.memmap(path, dtype, "r", shape=shape))
 
     def tensors(self, names: Key, lead: tuple[int, ...]) -> Iterator[tuple[Key, np.ndarray, bool]]:
@@ -151,9 +146,9 @@ class DumpFolder:
                     yield (key, *inner), leaf, ragged
             elif kind == "tensor":
                 leaf, ragged = self._tensor(names, key, entry, where)
-                if leaf.shape[: len(lead)] != lead or not leaf.ndim or (ragged and lead):
-                    expected = f"leaf '{key}' with leading axes {lead or '[N]'}"
-                    raise damaged(where, expected, f"shape {leaf.shape}")
+                is_right = leaf.ndim and leaf.shape[: len(lead)] == lead and not (ragged and lead)
+                expected = f"leaf '{key}' with leading axes {lead or '[N]'}"
+                check(is_right, where, expected, f"shape {leaf.shape}")
                 yield (key,), leaf, ragged
             elif kind not in (None, "NonTensorData", "NonTensorStack"):
                 raise ValueError(
@@ -172,12 +167,11 @@ class DumpFolder:
         place = (*names, self.name(names, key, ".memmap"))
         if ragged:
             # The file has the trajectories one after the other; another file has their shapes.
-            if len(shape) != 2 or 0 in shape:
-                raise damaged(where, f"'{key}': the shape of shapes", shape)
+            check(len(shape) == 2 and 0 not in shape, where, f"'{key}': the shape of shapes", shape)
             at = (*names, self.name(names, key, ".shape.memmap"))
             shapes = self.array(at, shape, np.dtype(np.int64))
-            if (shapes < 0).any() or (shapes[:, 1:] != shapes[0, 1:]).any():
-                raise damaged(self.path(*at), "shapes that differ in time alone", "others")
+            is_right = (shapes >= 0).all() and (shapes[:, 1:] == shapes[0, 1:]).all()
+            check(is_right, self.path(*at), "shapes that differ in time alone", "others")
             rows, inner = sum(shapes[:, 0].tolist()), shapes[0, 1:].tolist()
             path, width = self.path(*place), math.prod(inner) * dtype.itemsize
             more = os.path.getsize(path) // width - rows if width and os.path.isfile(path) else 0
@@ -207,27 +201,26 @@ class DumpFile:
 
     def member(self, group: Any, name: str) -> Any:
         """Returns the member `name` of a group; raises if it is a link, or missing."""
-        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-            raise damaged(self._path, f"'{name}' in {group.name} itself", "nothing, or a link")
+        is_own = isinstance(group.get(name, getlink=True), h5py.HardLink)
+        check(is_own, self._path, f"'{name}' in {group.name} itself", "nothing, or a link")
         return group[name]
 
     def array(self, dataset: Any) -> np.ndarray:
         """Reads a dataset; raises if the file is too small for its declared size."""
         size = math.prod(dataset.shape) * dataset.dtype.itemsize
-        if dataset.external or dataset.is_virtual:
-            raise damaged(self._path, f"the data of {dataset.name} in this file", "them elsewhere")
+        is_own = not dataset.external and not dataset.is_virtual
+        check(is_own, self._path, f"the data of {dataset.name} in this file", "them elsewhere")
         stored = dataset.id.get_storage_size()
         filters = dataset.id.get_create_plist().get_nfilters()
-        end = (dataset.id.get_offset() or 0) + stored
-        if size > stored * _MOST_RATIO**filters or end > os.path.getsize(self._path):
-            raise damaged(self._path, f"{size} bytes of {dataset.name}", f"{stored} bytes")
+        is_whole = size <= stored * _MOST_RATIO**filters
+        check(is_whole, self._path, f"{size} bytes of {dataset.name}", f"{stored} bytes")
         self._limit.add(size)
         return np.asarray(dataset[()])
 
     def datasets(self, group: Any) -> Iterator[tuple[Key, np.ndarray]]:
         """Yields key and array of all numeric datasets under a group."""
-        if group in self._seen or not isinstance(group, h5py.Group):
-            raise damaged(self._path, f"{group.name} to be a group of its own", group)
+        is_own = isinstance(group, h5py.Group) and group not in self._seen
+        check(is_own, self._path, f"{group.name} to be a group of its own", group)
         self._seen.add(group)
         for name in map(str, group):
             entry = self.member(group, name)
@@ -242,8 +235,8 @@ class DumpFile:
         for name in (*ABOUT, "_len"):
             value = self.member(self._file, name)
             shape = value.shape if isinstance(value, h5py.Dataset) else None
-            if shape is None or math.prod(shape) > 32:
-                raise damaged(self._path, f"'{name}': a number or a few", value)
+            is_small = shape is not None and math.prod(shape) <= 32
+            check(is_small, self._path, f"'{name}': a number or a few", value)
             about[name] = self.array(value).tolist()
         return about
 
@@ -252,17 +245,17 @@ class DumpFile:
         groups = [name for name in map(str, self._file) if name.startswith("traj_")]
         groups = [name for name in groups if name[5:].isdecimal()]
         groups.sort(key=lambda name: int(name[5:]))
-        if [int(name[5:]) for name in groups] != list(range(len(groups))):
-            raise damaged(self._path, "trajectories from 0 on, each once", groups[:8])
+        has_all = [int(name[5:]) for name in groups] == list(range(len(groups)))
+        check(has_all, self._path, "trajectories from 0 on, each once", groups[:8])
         leaves: dict[Key, list[np.ndarray]] = {}
         for place, name in enumerate(groups):
             for key, leaf in self.datasets(self.member(self._file, name)):
                 parts = leaves.setdefault(key, [])
                 parts.append(leaf)
                 same = leaf.ndim and leaf.shape[1:] == parts[0].shape[1:]
-                if len(parts) != place + 1 or not same:
-                    expected = f"'{'/'.join(key)}' in every trajectory, with rows of one shape"
-                    raise damaged(self._path, expected, f"{leaf.shape} in {name}")
+                expected = f"'{'/'.join(key)}' in every trajectory, with rows of one shape"
+                is_right = same and len(parts) == place + 1
+                check(is_right, self._path, expected, f"{leaf.shape} in {name}")
         return {key: np.concatenate(parts) for key, parts in leaves.items()}
 
 
@@ -273,4 +266,4 @@ def read_h5(path: str, max_expansion: float) -> tuple[dict[str, Any], Leaves]:
             dump = DumpFile(path, file, max_expansion)
             return dump.about(), dump.leaves()
     except (OSError, RuntimeError, KeyError, TypeError) as error:
-        raise damaged(path, "a dump in HDF5", error) from error
+        raise DamagedError(f"{path}: expected a dump in HDF5, found {error}.") from error

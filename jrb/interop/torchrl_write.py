@@ -5,6 +5,7 @@ the storage, one headerless file each, and JSON with their names, shapes and dty
 """
 
 import json
+import math
 import os
 import tempfile
 from typing import Any, NamedTuple
@@ -142,11 +143,8 @@ def _gather(buffer: ReplayBuffer, state: BufferState, rows: DumpRows) -> Leaves:
                 f"leaf '{name}': expected a dtype that TorchRL has, got {leaf.dtype}. Store it as "
                 "another one, keys as jax.random.key_data."
             )
-        for key in name.split("/"):
-            if key in _RESERVED:
-                raise ValueError(
-                    f"leaf '{name}': TorchRL's files use the name '{key}'. Rename yours."
-                )
+        for key in {*_RESERVED}.intersection(name.split("/")):
+            raise ValueError(f"leaf '{name}': TorchRL's files use the name '{key}'. Rename yours.")
         leaves[name] = np.zeros((*lead, *leaf.shape), leaf.dtype)
     start = 0
     for piece in pieces(rows.order, tree_nbytes(spec) * ring.envs):
@@ -218,25 +216,23 @@ def _write_priorities(
 def _flat(leaves: Leaves, shape: tuple[int, ...], rows: DumpRows) -> tuple[Leaves, dict[str, Any]]:
     """Returns the flat layout: leaves `[N, ...]`, and shared observations `[N + K, ...]`."""
     once = [f"next/{name}" for name in ("reward", *FLAGS)]
-    if "next/done" not in leaves:
-        raise _refusal("next/done", "the ends of trajectories there", f"only {list(leaves)}")
+    has_done, got = "next/done" in leaves, f"only {list(leaves)}"
+    _check(has_done, "next/done", "the ends of trajectories there", got)
     for name in leaves:
-        if name.startswith("next/") and name not in once and name[5:] not in leaves:
-            raise _refusal(name, f"an observation '{name[5:]}' that it continues", "none")
-    if "reward" in leaves:
-        raise _refusal("reward", "rewards at 'next/reward' alone", "some at the root")
-    for flag in FLAGS:
-        if flag in leaves and (f"next/{flag}" not in leaves or leaves[flag].any()):
-            raise _refusal(flag, "zeros that go with those of 'next'", "others")
+        is_known = not name.startswith("next/") or name in once or name[5:] in leaves
+        _check(is_known, name, f"an observation '{name[5:]}' that it continues", "none")
+    _check("reward" not in leaves, "reward", "rewards at 'next/reward' alone", "some at the root")
+    for flag in leaves.keys() & {*FLAGS}:
+        is_zero = f"next/{flag}" in leaves and not leaves[flag].any()
+        _check(is_zero, flag, "zeros that go with those of 'next'", "others")
     turn, count = rows.cursor if rows.full else 0, len(rows.order)
     by_env: Leaves = {}
     for name, leaf in leaves.items():  # reshape to [E, T, ...], with row `turn` first
         leaf = leaf[None] if len(shape) == 1 else leaf.swapaxes(0, 1)
         by_env[name] = np.roll(leaf, -turn, axis=1) if turn else leaf
     done = by_env["next/done"]
-    if done.size != done.shape[0] * done.shape[1] or not count:
-        got = f"{done.size} in {count} rows"
-        raise _refusal("next/done", "one flag for each item, and at least one item", got)
+    is_right, got = count and done.size == math.prod(shape), f"{done.size} in {count} rows"
+    _check(is_right, "next/done", "one flag for each item, and at least one item", got)
     ends = done.reshape(done.shape[:2]).astype(bool)
     ends[:, count - 1] = True  # the newest row ends a trajectory too
     flatten = lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
@@ -252,25 +248,26 @@ def _flat(leaves: Leaves, shape: tuple[int, ...], rows: DumpRows) -> tuple[Leave
     return out, {"is_full": rows.full, "shift": shift, "_storage_shape": list(shape)}
 
 
-def _refusal(name: str, expected: str, got: str) -> ValueError:
-    return ValueError(
-        f"leaf '{name}': layout='flat' expects {expected}, got {got}. Use layout='default', which "
-        "holds any items."
-    )
+def _check(is_right: object, name: str, expected: str, got: str) -> None:
+    """Raises `ValueError` unless `is_right`: the flat layout cannot hold such items."""
+    if not is_right:
+        raise ValueError(
+            f"leaf '{name}': layout='flat' expects {expected}, got {got}. Use layout='default', "
+            "which holds any items."
+        )
 
 
 def _share(
     name: str, before: np.ndarray, after: np.ndarray, ends: np.ndarray, count: int
 ) -> np.ndarray:
     """Returns observations `[N + K, ...]`: each row's, and after each end its next observation."""
-    if (before.shape, before.dtype) != (after.shape, after.dtype):
-        got = f"{before.dtype}{before.shape[2:]} and {after.dtype}{after.shape[2:]}"
-        raise _refusal("next/" + name, f"the dtype and shape of '{name}'", got)
+    is_same = (before.shape, before.dtype) == (after.shape, after.dtype)
+    got = f"{before.dtype}{before.shape[2:]} and {after.dtype}{after.shape[2:]}"
+    _check(is_same, "next/" + name, f"the dtype and shape of '{name}'", got)
     breaks = flat.differ(before[:, :count], after[:, :count]) & ~ends[:, :count]
-    if breaks.any():
-        env, row = np.argwhere(breaks)[0]
+    for env, row in np.argwhere(breaks)[:1]:
         got = f"another after row {row} (oldest first) of environment {env}, which is not done"
-        raise _refusal("next/" + name, f"the next row's '{name}'", got)
+        _check(False, "next/" + name, f"the next row's '{name}'", got)
     ends = ends.reshape(-1)
     place, shape = flat.places(ends), before.shape[2:]
     out = np.zeros((len(ends) + ends.sum(), *shape), before.dtype)

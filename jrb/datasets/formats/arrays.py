@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.reading import arrow, hdf5, npz, tabular
-from jrb.datasets.reading.names import check, episode_text, to_ted, usual_leaf
+from jrb.datasets.reading.names import check, episode_text, refused, to_ted, usual_leaf
 from jrb.datasets.reading.tabular import Column, Table, TableFormat
 from jrb.keys import Keys
 
@@ -161,8 +161,5 @@ def check_whole(path: str) -> str:
 
 def read_json(path: str) -> Any:
     """Reads a JSON file; raises `ValueError` if it is not valid JSON."""
-    with open(path, "rb") as file:
-        try:
-            return json.load(file)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: expected JSON, got something else: {error}") from error
+    with refused(path, "JSON", (ValueError, RecursionError)), open(path, "rb") as file:
+        return json.load(file)

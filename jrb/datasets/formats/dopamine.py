@@ -15,7 +15,7 @@ import functools
 import gzip
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -154,13 +154,41 @@ def _read_steps(
     terminated, truncated = tabular.combined_flags(len(rows), *map(flags.get, FLAGS))
     # Episodes end where that is noted, and before rows that are in no file.
     ended = terminated | truncated | np.isin(rows, noted)
-    is_last = ended.copy()
-    is_last[np.array([*breaks]) - 1] = True  # 0 - 1 is the last row of all
+    is_last = ended | np.isin(np.arange(1, len(rows) + 1) % len(rows), [*breaks])
     stops = np.flatnonzero(is_last) + 1
     begins = np.append(0, stops[:-1])
     has_first = ~np.isin(begins, [*breaks])
+    has_last, lengths = ended[stops - 1], stops - begins
     own = next(iter(files.values()))
     most = max(0, len(GzippedColumn([own[_RANGE]])) - 2) if _RANGE in own else 15
+    shown = np.append(np.flatnonzero(~is_zero), len(rows))
+    zeros = np.minimum(shown[np.searchsorted(shown, begins)] - begins, lengths - has_last)
+    padding = _padding(np.minimum(zeros, most), begins, has_first, has_last, rows, columns)
+    is_step = np.arange(len(rows)) >= np.repeat(begins + padding, lengths)
+    kept = lengths > padding
+    number = np.array([*files])[np.searchsorted(starts, rows[begins], "right") - 1]
+    # Where a part of the padding is there, so is the first step.
+    is_new = (begins == 0) & breaks[0] & ~padding.any()
+    complete = (has_first | (padding > 0) | is_new) & has_last
+    facts = {"checkpoint": number[kept], "complete": complete[kept]}
+    notes = (f"{padding.max()} rows of zeros before each episode are left out.",) * any(padding)
+    if len(breaks) > 1:
+        apart = number[np.isin(begins, [*breaks][1:])].tolist()
+        notes += (f"Checkpoints {apart} do not go on where others end: episodes are cut there.",)
+    flags = {TERMINATED: terminated[is_step], TRUNCATED: (is_last & ~terminated)[is_step]}
+    ends = np.cumsum(lengths - padding)[kept]
+    return rows[is_step], Table(flags, ends, facts, notes=notes)
+
+
+def _padding(
+    counts: np.ndarray,
+    begins: np.ndarray,
+    has_first: np.ndarray,
+    has_last: np.ndarray,
+    rows: np.ndarray,
+    columns: Mapping[str, Any],
+) -> np.ndarray:
+    """Returns how many of the `counts` rows without action and reward are no steps, `[K]`."""
     seen = [column for leaf, column in columns.items() if within(leaf, "observation")]
 
     def zero_frames(episode: Any, most: int) -> int:
@@ -169,39 +197,7 @@ def _read_steps(
         is_seen = [each.reshape(len(at), -1).any(axis=1) for each in frames]
         return int(np.append(np.any(is_seen, axis=0), True).argmax())
 
-    padding = _padding(most, is_zero, begins, stops, has_first, ended[stops - 1], zero_frames)
-    is_step = np.ones(len(rows), bool)
-    for row in range(padding.max()):
-        is_step[begins[padding > row] + row] = False
-    kept = stops - begins > padding
-    number = np.array([*files])[np.searchsorted(starts, rows[begins], "right") - 1]
-    # Where a part of the padding is there, so is the first step.
-    is_new = (begins == 0) & breaks[0] & ~padding.any()
-    complete = (has_first | (padding > 0) | is_new) & ended[stops - 1]
-    facts = {"checkpoint": number[kept], "complete": complete[kept]}
-    notes = (f"{padding.max()} rows of zeros before each episode are left out.",) * any(padding)
-    if len(breaks) > 1:
-        apart = number[np.isin(begins, [*breaks][1:])].tolist()
-        notes += (f"Checkpoints {apart} do not go on where others end: episodes are cut there.",)
-    flags = {TERMINATED: terminated[is_step], TRUNCATED: (is_last & ~terminated)[is_step]}
-    ends = np.cumsum(stops - begins - padding)[kept]
-    return rows[is_step], Table(flags, ends, facts, notes=notes)
-
-
-def _padding(
-    most: int,
-    is_zero: np.ndarray,
-    begins: np.ndarray,
-    stops: np.ndarray,
-    has_first: np.ndarray,
-    has_last: np.ndarray,
-    zero_frames: Callable[[Any, int], int],
-) -> np.ndarray:
-    """Returns how many rows of zeros come before the steps of each episode, up to `most`, `[K]`."""
-    counts, is_whole = np.zeros(len(begins), np.int64), has_first & has_last
-    for row in range(most):
-        at = begins + row
-        counts += (counts == row) & (at + has_last < stops) & is_zero[np.minimum(at, stops - 1)]
+    is_whole = has_first & has_last
     # All whole episodes have the same number. Actions and rewards of some first steps are zeros
     # too; the observations, which are large, are read of one episode only.
     if is_whole.any():

@@ -1,5 +1,6 @@
 """Reads the metadata of LeRobot datasets, the folder `meta/` of versions 2 and 3. K episodes."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import numpy as np
 from jrb.authoring import ExpansionLimit, require
 from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.reading import arrow
-from jrb.datasets.reading.names import check, natural_order
+from jrb.datasets.reading.names import check, natural_order, refused
 from jrb.datasets.reading.tabular import cached
 
 _INFO = os.path.join("meta", "info.json")
@@ -47,11 +48,10 @@ def is_dataset(path: object) -> bool:
     """Returns True if a folder has LeRobot's `meta/info.json`."""
     if not isinstance(path, str) or not os.path.isfile(os.path.join(path, _INFO)):
         return False
-    try:
+    with contextlib.suppress(ValueError, OSError):
         info = read_json(os.path.join(path, _INFO))
-    except (ValueError, OSError):
-        return False
-    return isinstance(info, dict) and {"codebase_version", "features"} <= info.keys()
+        return isinstance(info, dict) and {"codebase_version", "features"} <= info.keys()
+    return False
 
 
 def read(root: str, max_expansion: float) -> LeRobotMeta:
@@ -64,7 +64,6 @@ def read(root: str, max_expansion: float) -> LeRobotMeta:
 
 def _read(root: str, limit: ExpansionLimit) -> LeRobotMeta:
     info, version = _info(root)
-    kind = "jsonl" if version == "2" else "parquet"
     path = os.path.join(root, "meta", "episodes.jsonl" if version == "2" else "episodes")
     lines = _episodes(root, info, path, limit)
     lengths, chunk_size = [line["length"] for line in lines], info.get("chunks_size", 1000)
@@ -84,7 +83,7 @@ def _read(root: str, limit: ExpansionLimit) -> LeRobotMeta:
 
     files = paths("data", "data")
     counts = dict.fromkeys(files, 0)
-    runs = 1 + sum(one != other for one, other in itertools.pairwise(files))
+    runs = len([*itertools.groupby(files)])
     check(runs == len(counts), path, "the episodes of a file side by side", "them apart")
     for file, length in zip(files, lengths, strict=True):
         counts[file] += length
@@ -92,17 +91,17 @@ def _read(root: str, limit: ExpansionLimit) -> LeRobotMeta:
     for key in [name for name, about in info["features"].items() if about["dtype"] == "video"]:
         name = f"videos/{key}/from_timestamp"
         begins = [0.0 if version == "2" else line.get(name) for line in lines]
-        are_numbers = all(isinstance(begin, float | int) for begin in begins)
-        check(are_numbers, f"{path}: '{name}'", "numbers", begins)
+        check({*map(type, begins)} <= {int, float}, f"{path}: '{name}'", "numbers", begins)
         videos[key] = paths("video", f"videos/{key}", video_key=key), np.array(begins, np.float64)
     tasks = dict[int, str]()
-    for line in _rows(os.path.join(root, "meta", f"tasks.{kind}"), limit):
+    table = os.path.join(root, "meta", "tasks.jsonl" if version == "2" else "tasks.parquet")
+    for line in _rows(table, limit):
         # The text may be in a column of any name, as pandas stores it as an index.
         text = next((value for value in line.values() if isinstance(value, str)), None)
         if isinstance(line.get("task_index"), int) and text is not None:
             tasks[line["task_index"]] = text
-    steps, tasks = np.array(lengths, np.int64), dict(sorted(tasks.items()))
-    return LeRobotMeta(info, steps, counts, _facts(lines), tasks, videos)
+    about = _facts(lines), dict(sorted(tasks.items())), videos
+    return LeRobotMeta(info, np.array(lengths, np.int64), counts, *about)
 
 
 def _episodes(
@@ -198,12 +197,10 @@ def _rows(path: str, limit: ExpansionLimit) -> list[dict[str, Any]]:
     """
     rows = list[dict[str, Any]]()
     if path.endswith(".jsonl"):
-        try:
-            if os.path.isfile(path):
-                with open(path, encoding="utf-8") as file:
-                    rows = [json.loads(line) for line in file if line.strip()]
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: expected lines of JSON, got others: {error}") from error
+        if os.path.isfile(path):
+            damage = (ValueError, RecursionError)
+            with refused(path, "lines of JSON", damage), open(path, encoding="utf-8") as file:
+                rows = [json.loads(line) for line in file if line.strip()]
         check(all(isinstance(row, dict) for row in rows), path, "a dict in each line", "others")
         return rows
     parquet = require("pyarrow.parquet", "datasets")

@@ -18,7 +18,7 @@ from jrb.datasets.format import Source
 from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.formats.hdf5_groups import EpisodeGroup, GroupFormat, open_groups
 from jrb.datasets.reading import arrow, hdf5, images, tabular
-from jrb.datasets.reading.names import check, usual_leaf
+from jrb.datasets.reading.names import check, refused, usual_leaf
 from jrb.datasets.reading.tabular import Column, DerivedColumn, EpisodeTables
 
 METADATA = "metadata.json"
@@ -185,7 +185,8 @@ def _about(source: Source) -> tuple[str, dict[str, Any], dict[str, MinariSpace]]
 
 
 def _metadata(path: str) -> tuple[dict[str, Any], dict[str, MinariSpace]]:
-    try:
+    damage = (ValueError, RecursionError, AttributeError, TypeError)
+    with refused(path, "metadata of Minari in JSON", damage):
         about = read_json(path)
         for name in ("observation_space", "action_space", "env_spec", "eval_env_spec"):
             if isinstance(about.get(name), str):
@@ -194,8 +195,6 @@ def _metadata(path: str) -> tuple[dict[str, Any], dict[str, MinariSpace]]:
             about["environment"] = spec["id"]
         spaces = _spaces("observations", ("observations",), about.get("observation_space"))
         spaces |= _spaces("actions", ("actions",), about.get("action_space"))
-    except (ValueError, RecursionError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path}: expected metadata of Minari in JSON, got: {error}") from error
     data_format = about.get("data_format", "hdf5")
     is_known = data_format in ("hdf5", "arrow", "parquet")
     check(is_known, f"{path}: data_format", "hdf5, arrow or parquet", repr(data_format))

@@ -1,10 +1,9 @@
 """The format of TorchRL's replay buffer dumps, in all its layouts. R rows, E environments."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 from jrb import interop
 from jrb.authoring import leaf_names
 from jrb.datasets.format import Source
+from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.reading import tabular
 from jrb.datasets.reading.names import check, leaves_in_ted
 from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, TRUNCATED, Table, TableFormat
@@ -51,11 +51,9 @@ class TorchRL(TableFormat):
             return False
         if not any(os.path.isfile(os.path.join(source, "storage", name)) for name in _STORAGES):
             return False
-        try:
-            with open(os.path.join(source, _WRITER), "rb") as file:
-                return "cursor" in json.load(file)
-        except (OSError, ValueError, TypeError, RecursionError):
-            return False
+        with suppress(OSError, ValueError, TypeError):
+            return "cursor" in read_json(os.path.join(source, _WRITER))
+        return False
 
     @contextmanager
     def table(self, source: Source) -> Iterator[Table]:

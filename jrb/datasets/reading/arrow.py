@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jrb.authoring import require
+from jrb.datasets.reading import names
 from jrb.datasets.reading.names import check, natural_order
 
 _ENDINGS = (".parquet", ".arrow", ".feather")
@@ -46,19 +47,11 @@ def tables(path: Any) -> list[str]:
     return [each for each in paths if format_of(each) or each.endswith(_ENDINGS)]
 
 
-@contextlib.contextmanager
-def refused(path: str) -> Iterator[None]:
+def refused(path: str) -> contextlib.AbstractContextManager[None]:
     """Turns pyarrow's errors on damaged files into a `ValueError` that names the path."""
     # Imported before the body: a reader closed at the program's end can no longer import.
     damage = (require("pyarrow", "datasets").ArrowException, OSError, UnicodeDecodeError)
-    try:
-        yield
-    except (FileNotFoundError, PermissionError):
-        raise
-    except damage as error:
-        raise ValueError(
-            f"{path}: expected a whole Parquet or Arrow file, got one that is not: {error}"
-        ) from error
+    return names.refused(path, "a whole Parquet or Arrow file", damage)
 
 
 def starts_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:

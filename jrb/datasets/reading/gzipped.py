@@ -1,16 +1,20 @@
 """Reads `.npy` arrays in gzip files a part at a time, decompressing on the way. N rows."""
 
 import contextlib
+import functools
 import gzip
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jrb.datasets.reading.names import check
+from jrb.datasets.reading.names import check, refused
+
+_DAMAGE = (OSError, EOFError, zlib.error, ValueError)
+_refused = functools.partial(refused, expected="a whole gzipped .npy array", errors=_DAMAGE)
 
 
 class GzippedColumn:
@@ -84,14 +88,3 @@ class GzippedColumn:
         if is_end:
             self.close()
         return np.frombuffer(data, self.dtype).reshape(stop - start, *self.shape[1:])
-
-
-@contextlib.contextmanager
-def _refused(path: str) -> Iterator[None]:
-    """Turns errors on damage into a `ValueError` with the path."""
-    try:
-        yield
-    except (FileNotFoundError, PermissionError):
-        raise
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise ValueError(f"{path}: expected a whole gzipped .npy array, got {error}") from error

@@ -1,6 +1,7 @@
 """Reads HDF5 files of other programs; raises `ValueError` for damaged ones."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -10,19 +11,15 @@ import numpy as np
 from h5py import h5d  # pyright: ignore[reportAttributeAccessIssue]: in C
 
 from jrb.authoring import ExpansionLimit, declared_nbytes
-from jrb.datasets.reading.names import check, check_names, names_above
+from jrb.datasets.reading.names import begins, check, check_names, names_above, refused
 from jrb.datasets.reading.tabular import Column, DerivedColumn
 
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _DEPTH = 16  # maximum depth of groups in groups, and of links to links, against cycles
 
-
-def is_hdf5(path: object) -> bool:
-    """Returns True if a path is a file that begins as HDF5."""
-    if not isinstance(path, str) or not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(_SIGNATURE)) == _SIGNATURE
+is_hdf5 = functools.partial(begins, signature=b"\x89HDF\r\n\x1a\n")
+"""Returns True if a path is a file that begins as HDF5."""
+_DAMAGE = (OSError, RuntimeError, KeyError)
+_refused = functools.partial(refused, expected="a whole HDF5 file", errors=_DAMAGE)
 
 
 @contextlib.contextmanager
@@ -30,19 +27,6 @@ def open_file(path: str) -> Iterator[h5py.File]:
     """Opens a file for reading; refuses one that is cut short or damaged."""
     with _refused(path), h5py.File(path, "r") as file:
         yield file
-
-
-@contextlib.contextmanager
-def _refused(path: str) -> Iterator[None]:
-    """Turns errors of HDF5 into a `ValueError` that names the path."""
-    try:
-        yield
-    except (FileNotFoundError, PermissionError):
-        raise
-    except (OSError, RuntimeError, KeyError) as error:
-        raise ValueError(
-            f"{path}: expected a whole HDF5 file, got one that is not: {error}"
-        ) from error
 
 
 def top(path: Any) -> dict[str, bool]:

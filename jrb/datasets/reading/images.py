@@ -11,7 +11,7 @@ import numpy as np
 
 from jrb.authoring import require
 from jrb.datasets.reading import arrow
-from jrb.datasets.reading.names import check
+from jrb.datasets.reading.names import check, refused
 from jrb.datasets.reading.tabular import Column, DerivedColumn
 
 _AT_ONCE = 16  # the number of images that are decoded at once
@@ -20,11 +20,9 @@ _AT_ONCE = 16  # the number of images that are decoded at once
 def decoded(data: bytes, where: str) -> np.ndarray:
     """Decodes an image to `[height, width]` or `[height, width, channel]`; raises if damaged."""
     pillow = require("PIL.Image", "datasets")
-    try:
-        with pillow.open(io.BytesIO(data)) as image:
-            return np.array(image.convert("RGB") if image.mode == "P" else image)
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
-        raise ValueError(f"{where}: expected whole images, got one that is not: {error}") from error
+    damage = (OSError, SyntaxError, ValueError, pillow.DecompressionBombError)
+    with refused(where, "whole images", damage), pillow.open(io.BytesIO(data)) as image:
+        return np.array(image.convert("RGB") if image.mode == "P" else image)
 
 
 class ImageColumn(arrow.ArrowColumn):
@@ -95,20 +93,17 @@ def video_column(
 def _nearest_frames(path: str, times: np.ndarray, tolerance: float) -> Iterator[np.ndarray]:
     """Yields the frames nearest to ascending times in seconds; raises if one is too far."""
     av = require("av", "video")
-    try:
-        with av.open(path) as container:
-            stream = container.streams.video[0]
-            # Seeking finds the last key frame before the first time; decoding begins there.
-            begin = max(0.0, times[0] - tolerance) / stream.time_base
-            container.seek(int(begin) + (stream.start_time or 0), stream=stream)
-            frames = container.decode(stream)
-            frames: Iterator[Any] = iter(frames)
-            frame, following = next(frames, None), next(frames, None)
-            for time in times.tolist():
-                while frame and following and abs(following.time - time) <= abs(frame.time - time):
-                    frame, following = following, next(frames, None)
-                if frame is None or abs(frame.time - time) > tolerance:
-                    raise ValueError(f"{path}: expected a frame at {time:.3f} s, got none so near.")
-                yield frame.to_ndarray(format="rgb24")
-    except (av.error.FFmpegError, IndexError) as error:
-        raise ValueError(f"{path}: expected a whole video, got one that is not: {error}") from error
+    damage = (av.error.FFmpegError, IndexError)
+    with refused(path, "a whole video", damage), av.open(path) as container:
+        stream = container.streams.video[0]
+        # Seeking finds the last key frame before the first time; decoding begins there.
+        begin = max(0.0, times[0] - tolerance) / stream.time_base
+        container.seek(int(begin) + (stream.start_time or 0), stream=stream)
+        frames: Iterator[Any] = iter(container.decode(stream))
+        frame, following = next(frames, None), next(frames, None)
+        for time in times.tolist():
+            while frame and following and abs(following.time - time) <= abs(frame.time - time):
+                frame, following = following, next(frames, None)
+            if frame is None or abs(frame.time - time) > tolerance:
+                raise ValueError(f"{path}: expected a frame at {time:.3f} s, got none so near.")
+            yield frame.to_ndarray(format="rgb24")

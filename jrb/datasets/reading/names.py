@@ -1,8 +1,10 @@
 """Maps the names of arrays in files to the names of leaves in TED."""
 
+import contextlib
 import dataclasses
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jrb.keys import TED, Keys, path_name, within
@@ -35,6 +37,26 @@ def check(is_right: object, where: object, expected: str, got: object) -> None:
     """Raises `ValueError` unless `is_right`; the message names file, expectation and finding."""
     if not is_right:
         raise ValueError(f"{where}: expected {expected}, got {got}.")
+
+
+@contextlib.contextmanager
+def refused(where: object, expected: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Turns the errors that a library raises for damaged files into a `ValueError`."""
+    try:
+        yield
+    except (FileNotFoundError, PermissionError):
+        raise
+    except errors as error:
+        got = f"one that is damaged or of another kind: {error}"
+        raise ValueError(f"{where}: expected {expected}, got {got}") from error
+
+
+def begins(path: object, signature: bytes) -> bool:
+    """Returns True if a path is a file that begins with these bytes."""
+    if not isinstance(path, str) or not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(signature)) == signature
 
 
 def natural_order(name: str) -> list[tuple[int, int, str]]:

@@ -31,6 +31,7 @@ import numpy as np
 from jrb.authoring import require
 from jrb.checkpoint import DamagedError
 from jrb.datasets.reading.arrow import refused
+from jrb.datasets.reading.names import check
 
 EPISODE, STEP, ENV = "episode_index", "step_index", "env_index"
 TERMINATED, TRUNCATED = "next/terminated", "next/truncated"
@@ -247,12 +248,10 @@ def check_same_leaves(
     path: str, schema: RecordingSchema, writer: str, other: RecordingSchema
 ) -> None:
     """Raises `ValueError` unless `schema` and the schema `other` of `writer` have equal leaves."""
-    if other.leaves != schema.leaves:
-        theirs, ours = (
-            [(leaf.name, leaf.key_impl or leaf.dtype, leaf.shape) for leaf in each.leaves]
-            for each in (other, schema)
-        )
-        raise ValueError(
-            f"{path}: expected items as the writer '{writer}' has them, the leaves {theirs}, got "
-            f"{ours}. Record them to another path."
-        )
+    theirs, ours = (
+        [(leaf.name, leaf.key_impl or leaf.dtype, leaf.shape) for leaf in each.leaves]
+        for each in (other, schema)
+    )
+    expected = f"items as the writer '{writer}' has them, the leaves {theirs}"
+    is_same, got = other.leaves == schema.leaves, f"{ours}. Record them to another path"
+    check(is_same, path, expected, got)

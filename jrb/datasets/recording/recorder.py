@@ -15,6 +15,7 @@ from jax import lax
 
 from jrb._util.pytree import kept_dtype
 from jrb.authoring import absolute_path, call_on_host, casting, checks
+from jrb.datasets.reading.names import check
 from jrb.datasets.recording.items import ItemSpec, is_keys, item_spec
 from jrb.datasets.recording.parts import RecordingSchema
 from jrb.datasets.recording.writer import RecordWriter
@@ -82,12 +83,8 @@ class Recorder:
             checks.count("chunk", chunk)
         if not isinstance(keys, Keys):
             raise TypeError(f"keys: expected jrb.Keys(...), got {keys!r}.")
-        if name is not None and not (
-            isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name)
-        ):
-            raise ValueError(
-                f"name: expected at most 100 letters, digits, dots and dashes, got {name!r}."
-            )
+        is_name = name is None or (isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name))
+        check(is_name, "name", "at most 100 letters, digits, dots and dashes", repr(name))
         try:
             if not isinstance(metadata, dict | None):
                 raise TypeError(type(metadata).__name__)
@@ -96,8 +93,8 @@ class Recorder:
             raise TypeError(
                 f"metadata: expected a dict that JSON can hold, got {error}."
             ) from error
-        if "writers" in self._metadata:
-            raise ValueError("metadata: expected other names than 'writers', which has a meaning.")
+        is_free = "writers" not in self._metadata
+        check(is_free, "metadata", "other names than 'writers'", "this one, which has a meaning")
         self._path = absolute_path(path)
         self._num_envs, self._keys = num_envs, keys
         self._lead: tuple[int, ...] = () if num_envs is None else (num_envs,)
@@ -163,11 +160,8 @@ class Recorder:
         """
         items = casting.arrays(items, "append")
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(items)]
-        if not shapes or not shapes[0]:
-            raise ValueError(
-                "append: expected leaves with an axis of time, got none. For a single timestep "
-                "there is add."
-            )
+        got = "none. For a single timestep there is add"
+        check(shapes and shapes[0], "append", "leaves with an axis of time", got)
         self._take(items, (shapes[0][0], *self._lead), mask, "append")
 
     def record(self, items: Any, mask: Any = None) -> None:
@@ -313,6 +307,5 @@ def _check_mask(mask: Any, lead: tuple[int, ...], envs: tuple[int, ...], method:
         raise TypeError(
             f"{method}: mask: expected dtype bool, got {mask.dtype}. Compare, not cast."
         )
-    if mask.shape not in (time, lead):
-        shapes = " or ".join(map(str, dict.fromkeys((time, lead))))
-        raise ValueError(f"{method}: mask: expected shape {shapes}, got {mask.shape}.")
+    shapes = " or ".join(map(str, dict.fromkeys((time, lead))))
+    check(mask.shape in (time, lead), f"{method}: mask", f"shape {shapes}", mask.shape)

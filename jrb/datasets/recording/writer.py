@@ -11,6 +11,7 @@ import numpy as np
 
 from jrb.authoring import Folder, Lock, make_folder
 from jrb.checkpoint import LockedError
+from jrb.datasets.reading.names import check
 from jrb.datasets.reading.tabular import combined_flags, is_set
 from jrb.datasets.recording import parts
 from jrb.datasets.recording.items import FLAGS, ItemSpec
@@ -170,9 +171,7 @@ class RecordWriter:
         envs = envs[order]
         columns = [column[: now.held] for column in self._memory[0]]
         columns = columns if schema.num_envs is None else [column[order] for column in columns]
-        begins = np.zeros(now.held, bool)
-        begins[list(now.begins)] = True
-        begins = begins[order]
+        begins = np.isin(order, now.begins)
         flags = {flag: is_set(columns[number]) for flag, number in spec.flags.items()}
         terminated, truncated = combined_flags(now.held, *map(flags.get, FLAGS))
         is_over, own_numbers = terminated | truncated, np.zeros(now.held, np.int64)
@@ -222,11 +221,8 @@ def _recording_folder(path: str) -> Folder:
     make_folder(path)
     folder = Folder(path)
     others = [name for name in folder.names() if not (parts.is_own(name) or name.startswith("."))]
-    if others:
-        raise ValueError(
-            f"{path}: expected a recording, or an empty folder, found '{others[0]}' in it. Choose "
-            "another path."
-        )
+    got = f"'{', '.join(others[:1])}' in it. Choose another path"
+    check(not others, path, "a recording, or an empty folder", got)
     for match in filter(None, map(parts.HIDDEN.fullmatch, folder.names())):
         # The system releases the lock of a process that ends, even in a crash.
         with contextlib.suppress(LockedError, OSError, ValueError):
