@@ -98,7 +98,7 @@ def epochs(
     state = state.replace(sampler=sampler.init(buffer.ring))
     if state.edits.ndim:
         raise TypeError("epochs: expected a single state, got states under vmap. Take one of them.")
-    count = int(num_anchors(buffer, state))
+    count = int(num_anchors(buffer, state.replace(storage=None)))
     each = count // batch_size if drop_last else -(-count // batch_size)
     if not each:
         raise ValueError(

@@ -284,23 +284,12 @@ def _bind(self: Any, buffer: Any, compilers: dict[str, Callable[..., Any]]) -> N
         method = _seeded(method) if any(each.name == "key" for each in parameters) else method
         run = explained(method if is_on_host else compilers[name](method, static))
         if name == "extend" and not is_on_host:
-            run = _in_few_lengths(run)
+            run = Lengths().wrapped(run)
         run = _caller(self, buffer, name, run, parameters) if parameters else run
         changes_state = compilers[name] not in (_reads_numbers, _gathers)
         vars(self)[name] = _finish_despite_interrupts(self, name, run) if changes_state else run
     for name in {"init", "nbytes", "take"} & set(dir(type(buffer))):
         vars(self)[name] = getattr(buffer, name)
-
-
-def _in_few_lengths(extend: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `extend`, compiled for few of the lengths that it is called with."""
-    lengths = Lengths()
-
-    def extended(state: Any, *args: Any) -> Any:
-        with lengths.padded(state, *args) as padded:
-            return extend(state, *padded)
-
-    return extended
 
 
 def _caller(

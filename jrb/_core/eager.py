@@ -330,7 +330,10 @@ def _is_drawn(buffer: Buffer, state: BufferState, quiet: bool, mask: Any) -> boo
     values = np.asarray(mask)
     if values.item(0) or values.any():
         return True
-    size, num_anchors = int(buffer.size(state)), int(steps.num_anchors(buffer, state))
+    size, num_anchors = (
+        int(buffer.size(state)),
+        int(steps.num_anchors(buffer, state.replace(storage=None))),
+    )
     is_masked = bool(ready(buffer, state, len(values)))
     raise ValueError(f"sample: {explain_no_draw(buffer, size, num_anchors, is_masked)}")
 

@@ -6,7 +6,7 @@ no result, to 256, 2048, ... rows. NumPy pads them on the host, as JAX would com
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -65,6 +65,15 @@ class Lengths:
         kinds = {_kind(number, each) for number, each in enumerate(given) if each is not None}
         yield given if self._is_exact(length, kinds) else _padded(length, *given)
         self.kinds |= kinds  # only after a write that did not raise
+
+    def wrapped(self, extend: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `extend`, compiled for few of the lengths that it is called with."""
+
+        def extended(state: BufferState, *args: Any) -> Any:
+            with self.padded(state, *args) as padded:
+                return extend(state, *padded)
+
+        return extended
 
     def _is_exact(self, length: int, kinds: set[Any]) -> bool:
         """Counts a call; returns True if a program for this very length is compiled."""

@@ -398,6 +398,7 @@ def locate(
     return buffer.storage.locate(context, state.storage, [plan.where(name) for name in names])
 
 
+@by_description()
 def num_anchors(buffer: Buffer, state: BufferState) -> jax.Array:
     """Returns the number of anchors, int32 `[]`."""
     return buffer.unit.anchors(context_of(buffer, state.writer), state.unit).count

@@ -43,18 +43,12 @@ def meta_of(saved: Generation) -> dict[str, Any]:
 
 def generations(saved: Generation) -> dict[str, int]:
     """Returns the generation of each part in a common one, by name; {} for a single buffer."""
-    return {name: number for name, (number, _) in _parts(saved).items()}
-
-
-def _parts(saved: Generation) -> dict[str, Any]:
-    """Returns the number and the identity of each part's generation, by the part's name."""
-    meta = meta_of(saved)
-    return meta["parts"] if meta.get("kind") in (MIX, SEVERAL, SHARDED) else {}
+    return {name: number for name, (number, _) in meta_of(saved).get("parts", {}).items()}
 
 
 def part(path: str, whole: Generation, name: str) -> Generation:
     """Returns the generation of a part to which the common one at `path`, `whole`, refers."""
-    number, identity = _parts(whole)[name]
+    number, identity = meta_of(whole)["parts"][name]
     one = open_generation(path_of(path, name), number)
     if identity != one.identity:
         raise DamagedError(

@@ -6,11 +6,10 @@ N capacity, E environments, K the maximum of stored rows of an environment, M ep
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jrb._xla.compiling import by_description
-from jrb.authoring import context_of, require
+from jrb._core.steps import num_anchors
+from jrb.authoring import require
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts
 from jrb.plot.canvas import Axes, Row, Tone
@@ -125,7 +124,7 @@ def _ring(
     size = int(buffer.size(state))
     share = canvas.percent(size / buffer.capacity)
     title = f"Holds {canvas.count(size, 'item')} in {buffer.capacity:,} slots ({share})"
-    notes, num_anchors = [], int(_num_anchors(buffer, state.replace(storage=None)))
+    notes, count = [], int(num_anchors(buffer, state.replace(storage=None)))
     if per_env:
         rows = stored.sum(axis=0)
         notes.append(f"environments hold {rows.min():,} to {rows.max():,} rows")
@@ -135,14 +134,9 @@ def _ring(
         where = axes.get_xaxis_transform()
         axes.plot([x], [0], "^", color=canvas.ORANGE, markersize=6, clip_on=False, transform=where)
         notes.append(f"the next write goes to {'row' if ring.envs > 1 else 'slot'} {row:,}")
-    if num_anchors != size:
-        notes.append(canvas.count(num_anchors, "anchor") + " can be drawn")
+    if count != size:
+        notes.append(canvas.count(count, "anchor") + " can be drawn")
     canvas.say(axes, tone, title, "; ".join(notes))
-
-
-@by_description()
-def _num_anchors(buffer: ReplayBuffer, state: BufferState) -> jax.Array:
-    return jnp.asarray(buffer.unit.anchors(context_of(buffer, state.writer), state.unit).count)
 
 
 def _label_lines(axes: Axes, envs: np.ndarray, most: int) -> None:

@@ -50,7 +50,6 @@ class PrioritizedState(DrawCounts):
         highest: float32 `[]`, the greatest p seen so far, initially 1.
         alpha: float32 `[]`, the exponent of the priorities.
         refused: uint32 `[]`, the number of given priorities that were NaN, infinite or negative.
-        dropped: bool `[]`, True if anchors were dropped since the buffer was empty.
     """
 
     raw: jax.Array
@@ -62,7 +61,6 @@ class PrioritizedState(DrawCounts):
     highest: jax.Array
     alpha: jax.Array
     refused: jax.Array
-    dropped: jax.Array
 
     def summary(self, ring: Ring) -> dict[str, str]:
         """Returns the spread of priorities and the number of refused ones, for the `repr`."""
@@ -148,7 +146,6 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             highest=jnp.ones((), jnp.float32),
             alpha=jnp.full((), self.alpha, jnp.float32),
             refused=jnp.zeros((), jnp.uint32),
-            dropped=jnp.zeros((), jnp.bool_),
         )
 
     def attach(self, state: PrioritizedState, has_delayed_anchors: bool) -> PrioritizedState:
@@ -321,7 +318,6 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         """
         index = slots.astype(jnp.uint32)
         is_anchor = ok & (index < ring.capacity) & (gather.read_at(state.raw, index) >= 0)
-        state = state.replace(dropped=state.dropped | is_anchor.any())
         # Below 0, so that it has no mass, and unlike -1, so that a late update does not revive it.
         dropped = jnp.full(slots.shape, DROPPED, jnp.float32)
         return self._set(state, (jnp.where(is_anchor, slots, ring.capacity), dropped))
@@ -366,10 +362,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         state = state.replace(alpha=old.alpha, refused=old.refused, waiting=waiting)
         state = self.assign(state, new_slots, priorities, old.highest)
         # `assign` leaves negative priorities out, so these are set afterwards.
-        is_dropped = priorities == DROPPED
-        index = jnp.where(is_dropped, new_slots, state.raw.size)
+        index = jnp.where(priorities == DROPPED, new_slots, state.raw.size)
         raw = state.raw.at[index].set(DROPPED, mode="drop")
-        return self._put(state.replace(raw=raw, dropped=is_dropped.any()), raw, sum_tree.set_all)
+        return self._put(state.replace(raw=raw), raw, sum_tree.set_all)
 
     def rebuild_index(
         self, ring: Ring, state: PrioritizedState, entered: jax.Array, old: Anchors, new: Anchors
@@ -401,7 +396,6 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             largest_of_others=None if others is None else jnp.zeros_like(others),
             highest=jnp.ones_like(state.highest),
             refused=jnp.zeros_like(state.refused),
-            dropped=jnp.zeros_like(state.dropped),
         )
 
     def stats(self, ring: Ring, state: PrioritizedState, anchors: Anchors) -> ShardStats:

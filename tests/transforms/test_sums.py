@@ -178,7 +178,7 @@ def test_returns_to_go_by_preprocess(tmp_path):
             np.testing.assert_allclose(episode["return_to_go"][step], sums, rtol=1e-6)
     with pytest.raises(RuntimeError, match=r"got a step\. Pass by='episode'"):
         source.preprocess(jrb.datasets.return_to_go, tmp_path / "b")
-    function = functools.partial(jrb.datasets.return_to_go, key="action")
+    function = functools.partial(jrb.datasets.return_to_go, path="action")
     with pytest.raises(RuntimeError, match="nothing at 'action'"):
         source.preprocess(function, tmp_path / "b", by="episode")
     with pytest.raises(ValueError, match="discount"):
