@@ -112,7 +112,12 @@ def load(
         return load(checkpoint.part(name), buffers[name], examples[name], device, inward)
 
     if isinstance(whole, Sharded):
-        return _load_shards(whole.on_mesh(device), names, load_part)
+        # Each process loads its own shards, each to its place on the mesh.
+        whole, states = whole.on_mesh(device), {}
+        for place, numbers in whole.layout.groups().items():
+            for number in numbers:
+                _, states[number] = load_part(names[number], place)
+        return whole, whole.join(states)
     parts = {name: load_part(name, device) for name in descriptions.each(whole)}
     loaded = {name: part[0] for name, part in parts.items()}
     states = {name: part[1] for name, part in parts.items()}
@@ -120,15 +125,6 @@ def load(
         return dataclasses.replace(whole, buffers=tuple(loaded.values())), tuple(states.values())
     forms = meta["forms"]
     return _shaped(forms["buffer"], loaded), _shaped(forms["state"], states)
-
-
-def _load_shards(whole: Sharded, names: list[str], load_part: Any) -> tuple[Any, Any]:
-    """Loads the shards of this process."""
-    states = {}
-    for place, numbers in whole.layout.groups().items():
-        for number in numbers:
-            _, states[number] = load_part(names[number], place)
-    return whole, whole.join(states)
 
 
 def _shaped(form: Any, parts: dict[str, Any]) -> Any:
