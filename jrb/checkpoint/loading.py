@@ -112,10 +112,12 @@ def load(
         return load(checkpoint.part(name), buffers[name], examples[name], device, inward)
 
     if isinstance(whole, Sharded):
-        whole, shards = whole.on_mesh(device), {}
-        for place, numbers in whole.layout.groups().items():  # those of this process
-            shards |= {number: load_part(names[number], place)[1] for number in numbers}
-        return whole, whole.join(shards)
+        # Each process loads its own shards, each to its place on the mesh.
+        whole, states = whole.on_mesh(device), {}
+        for place, numbers in whole.layout.groups().items():
+            for number in numbers:
+                _, states[number] = load_part(names[number], place)
+        return whole, whole.join(states)
     parts = {name: load_part(name, device) for name in descriptions.each(whole)}
     loaded = {name: part[0] for name, part in parts.items()}
     states = {name: part[1] for name, part in parts.items()}
