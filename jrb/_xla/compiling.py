@@ -167,11 +167,11 @@ def _results_of(description: Any) -> _Results:
 
 def _let_go(key: int, _: weakref.ref) -> None:
     """Removes a description that is gone; the results of the last few stay, should they return."""
-    if _living is None:  # the interpreter ends, and has cleared this module
+    # At its end, the interpreter clears this module.
+    entry = (_living or {}).pop(key, None)
+    if entry is None or entry[1].is_derived:
         return
-    _, results = _living.pop(key)
-    if results.is_derived:
-        return
+    results = entry[1]
     _dropped[id(results)] = results
     _dropped.move_to_end(id(results))
     while len(_dropped) > _MOST_DROPPED:
