@@ -328,7 +328,7 @@ class ReplayBuffer:
             items = self._arrays(items, method)
             time = () if is_add else (checks.length(items),)
         if priorities is not None and not donate:  # `jrb.jitted` warns itself, after the call
-            warn_of_refused(self, method, priorities, depth=4)
+            warn_of_refused(self, method, priorities, depth=5)
         lengths = contextlib.nullcontext((items, mask, priorities))
         if not is_add:
             lengths = lengths_of(self).padded(state, items, mask, priorities)

@@ -82,6 +82,7 @@ def assert_continues(buffer, state, converted, after, steps=4):
             assert converted.size(after) == size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(BUFFERS))
 def test_rebuild_keeps_slots_and_draws(name):
     buffer, state = filled(BUFFERS[name])
@@ -104,6 +105,7 @@ def test_load_converts_what_was_saved(name, tmp_path):
     assert_continues(buffer, state, loaded, after)
 
 
+@pytest.mark.slow
 def test_load_from_hdf5_with_another_batch_size(tmp_path):
     buffer, state = filled(PRIORITIZED)
     jrb.save(tmp_path / "replay.h5", buffer, state, layout="h5")
@@ -131,6 +133,7 @@ def test_a_store_is_converted_to_another_path(tmp_path):
     chex.assert_trees_all_equal(again.sample(restored, jax.random.key(3)), sample)
 
 
+@pytest.mark.slow
 def test_several_buffers(tmp_path):
     one, first = filled(PRIORITIZED)
     two, second = filled({"num_envs": 2})
@@ -147,6 +150,7 @@ def test_several_buffers(tmp_path):
         jrb.load(tmp_path / "dict", convert={"a": cost})
 
 
+@pytest.mark.slow
 def test_shards(tmp_path):
     sharded = jrb.Sharded(jrb.ReplayBuffer(24, num_envs=2, batch_size=4, **PRIORITIZED), shards=2)
     state = sharded.init(ITEM)
@@ -171,6 +175,7 @@ def test_objects_are_converted_by_python(tmp_path):
     assert [thing["n"] for thing in drawn] == [thing["n"] for thing in again]
 
 
+@pytest.mark.slow
 def test_changed_ends_rebuild_the_unit():
     buffer, state = filled({"unit": jrb.Sequence(3), "sampler": jrb.Prioritized()})
 

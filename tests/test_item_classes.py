@@ -110,6 +110,7 @@ def same(got: Any, want: Any, make: Any) -> None:
     chex.assert_trees_all_equal(as_dict(got), want, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", CLASSES)
 @pytest.mark.parametrize("parts", PARTS, ids=repr)
 def test_items_of_a_class_are_those_of_dicts(make: Any, parts: dict[str, Any]) -> None:
@@ -124,6 +125,7 @@ def test_items_of_a_class_are_those_of_dicts(make: Any, parts: dict[str, Any]) -
     assert [each.return_ for each in found] == [each.return_ for each in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", CLASSES)
 @pytest.mark.parametrize("storage", [jrb.DeviceStorage(), jrb.MemmapStorage()], ids=repr)
 def test_items_of_a_class_are_edited(make: Any, storage: Any) -> None:

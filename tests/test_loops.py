@@ -178,8 +178,11 @@ def test_compiled_methods_of_a_mix():
 def test_a_large_copy_is_told_once():
     buffer = jrb.ReplayBuffer(5000, batch_size=2)
     state = buffer.init({"x": jnp.zeros(64)})
-    with pytest.warns(jrb.CopyWarning, match=r"copies the whole buffer, 1\.3 MB.*jrb\.jitted"):
+    with pytest.warns(
+        jrb.CopyWarning, match=r"copies the whole buffer, 1\.3 MB.*jrb\.jitted"
+    ) as told:
         state = buffer.add(state, {"x": jnp.ones(64)})
+    assert told[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         buffer.add(state, {"x": jnp.ones(64)})

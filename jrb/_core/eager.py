@@ -131,7 +131,7 @@ def write(
         _check_room(buffer, state, items, mask)
     if is_one_step(buffer, state, items, others):
         if not is_traced(state, items, others):
-            warn_of_copies(buffer, state, 6)
+            warn_of_copies(buffer, state, 7)
         after = steps.write(buffer, state, casting.copy_arrays(items), *others)
     else:
         after = _put(buffer, state, items, items, others, donate)

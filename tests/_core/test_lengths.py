@@ -135,6 +135,7 @@ def _row_by_row(buffer, state, items, mask=None, priorities=None):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [200, 2000])
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("name", ["prioritized", "lanes", "best", "memmap", "inverse", "sharded"])
