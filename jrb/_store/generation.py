@@ -137,6 +137,11 @@ class Generation:
             raise DamagedError(f"{self.path}: expected {expected} bytes, found {size}.")
 
     @property
+    def meta(self) -> dict[str, Any]:
+        """The metadata of the owner; {} before the first commit."""
+        return self.body["meta"] or {}
+
+    @property
     def arrays(self) -> dict[str, Body]:
         """The entries of all arrays, by name."""
         return {entry["name"]: entry for entry in self.body["arrays"]}

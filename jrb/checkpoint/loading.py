@@ -57,7 +57,7 @@ class OpenedCheckpoint:
     @functools.cached_property
     def meta(self) -> dict[str, Any]:
         """The metadata of the state."""
-        return manifest.meta_of(self.generation)
+        return self.generation.meta
 
     def part(self, name: str) -> "OpenedCheckpoint":
         """Returns the opened checkpoint of a part, which is one of several buffers."""
@@ -130,7 +130,8 @@ def load(
 def _shaped(form: Any, parts: dict[str, Any]) -> Any:
     """Returns the parts in a dict or a tuple, as the metadata `form` says."""
     names = form.get("dict") or form.get("fields") or list(map(str, range(form["tuple"])))
-    return {n: parts[n] for n in names} if "dict" in form else tuple(parts[n] for n in names)
+    in_order = {name: parts[name] for name in names}
+    return in_order if "dict" in form else tuple(in_order.values())
 
 
 # One buffer.

@@ -36,19 +36,14 @@ def path_of(path: str, name: str) -> str:
     return os.path.join(path, folder_name(name))
 
 
-def meta_of(saved: Generation) -> dict[str, Any]:
-    """Returns the metadata of a generation's buffers; {} before the first save."""
-    return saved.body["meta"] or {}
-
-
 def generations(saved: Generation) -> dict[str, int]:
     """Returns the generation of each part in a common one, by name; {} for a single buffer."""
-    return {name: number for name, (number, _) in meta_of(saved).get("parts", {}).items()}
+    return {name: number for name, (number, _) in saved.meta.get("parts", {}).items()}
 
 
 def part(path: str, whole: Generation, name: str) -> Generation:
     """Returns the generation of a part to which the common one at `path`, `whole`, refers."""
-    number, identity = meta_of(whole)["parts"][name]
+    number, identity = whole.meta["parts"][name]
     one = open_generation(path_of(path, name), number)
     if identity != one.identity:
         raise DamagedError(
@@ -108,7 +103,7 @@ def metadata(path: str, number: int | None = None) -> dict[str, Any]:
 
 
 def _metadata(path: str, saved: Generation) -> dict[str, Any]:
-    meta, parts = meta_of(saved), generations(saved)
+    meta, parts = saved.meta, generations(saved)
     form, extra = meta.get("form") or {}, meta.get("extra")
     leaves = {name: "".join(location.leaf.kind) for name, location in sorted(saved.leaves.items())}
     widths = sum(column.width for column in saved.columns)

@@ -259,7 +259,7 @@ class SaveJob(Job):
         """Returns the generation whose rows this save need not write again; None for none."""
         try:
             last = generation.newest(opening.folder_at(self._path))
-            meta = manifest.meta_of(last)
+            meta = last.meta
         except (DamagedError, FileNotFoundError):
             return None
         # With another description or form, equal bytes could mean something else. Batch size and

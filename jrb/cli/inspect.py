@@ -100,7 +100,7 @@ def _typed(name: str, kind: Any, nbytes: int) -> dict[str, Any]:
 
 def _of_folder(path: str, generation: Any) -> Report:
     """Returns the report of a generation of a checkpoint or a store."""
-    meta = manifest.meta_of(generation)
+    meta = generation.meta
     facts, form = meta.get("facts") or {}, meta.get("form") or {}
     rows, parts = generation.body["table"]["slots"], manifest.generations(generation)
     leaves = []

@@ -223,11 +223,6 @@ def usual_leaf(name: str, separators: str = "./") -> str | None:
     return "/".join([leaf, *parts[1:]]) if leaf.startswith("next/") else None
 
 
-def has_role(leaf: str) -> bool:
-    """Returns True if a leaf in TED is a part of the transition, and no other array of the step."""
-    return any(within(leaf, ROLES[field]) for field in FIELDS)
-
-
 def _check_apart(leaves: dict[str, str], source: object, option: str) -> None:
     """Raises if two names have one leaf, a leaf is below another, or a leaf is not a path."""
     every = list(leaves.values())

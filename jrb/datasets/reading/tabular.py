@@ -17,7 +17,7 @@ import numpy as np
 
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Description, Episode, Indexed, Source, spec_of
-from jrb.datasets.reading.names import MASK_NAMES, check, has_role
+from jrb.datasets.reading.names import FIELDS, MASK_NAMES, ROLES, check
 from jrb.keys import within
 from jrb.layouts.names import nest
 
@@ -480,7 +480,10 @@ def step_columns(
 
     Leaves below one of `carried` may have a row more. Raises if parts of a transition do not fit.
     """
-    lengths = {name: len(arrays[name]) for name, leaf in leaves.items() if has_role(leaf)}
+    # Parts of the transition, and no other arrays of a step, have to agree.
+    roles = [ROLES[field] for field in FIELDS]
+    parts = [name for name, leaf in leaves.items() if any(within(leaf, role) for role in roles)]
+    lengths = {name: len(arrays[name]) for name in parts}
     spare = {name: int(leaf.split("/")[0] in carried) for name, leaf in leaves.items()}
     steps = min((length for name, length in lengths.items() if not spare[name]), default=0)
     odd = {name for name in leaves if len(arrays[name]) not in (steps, steps + spare[name])}
