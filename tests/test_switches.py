@@ -192,8 +192,8 @@ TRANSFORMS = [
 KINDS = jrb.types.Sampler, jrb.types.Unit, jrb.types.Writer, jrb.types.Storage
 WITHOUT_JIT = [*PARTS.values(), *OTHERS, *({"transforms": (each,)} for each in TRANSFORMS)]
 SLOW = [  # operations outside `jit` are compiled one by one
-    pytest.param(parts, marks=[] if parts is PARTS["ranked"] else pytest.mark.slow, id=repr(parts))
-    for parts in WITHOUT_JIT
+    pytest.param(parts, marks=[] if parts is PARTS["ranked"] else pytest.mark.slow, id=f"{n}")
+    for n, parts in enumerate(WITHOUT_JIT)
 ]
 
 
