@@ -89,7 +89,8 @@ def check_chain(where: str, name: str, before: np.ndarray, after: np.ndarray, cu
     check(forms[0] == forms[1], f"{where}: leaf 'next/{name}'", expected, forms[1])
     for step in np.flatnonzero(flat.differ(before[None], after[None])[0])[:1]:
         got = f"another after step {step}. {cure}"
-        check(False, f"{where}: leaf 'next/{name}'", f"the next step's '{name}'", got)
+        expected = "what stands before the action of the next step"
+        check(False, f"{where}: leaf 'next/{name}'", expected, got)
 
 
 @escaped_errors()

@@ -17,6 +17,7 @@ import numpy as np
 from jrb.authoring import ExpansionLimit, checks, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.formats import lerobot_meta
+from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.formats.lerobot_meta import LeRobotMeta
 from jrb.datasets.reading import arrow, images, tabular
 from jrb.datasets.reading.names import check, to_ted
@@ -54,7 +55,13 @@ class LeRobot(tabular.TableFormat):
 
     def matches(self, source: Source) -> bool:
         """Returns True if the folder has a `meta/info.json` with a version and features."""
-        return lerobot_meta.is_dataset(source)
+        path = os.path.join(source, lerobot_meta.INFO) if isinstance(source, str) else ""
+        if not os.path.isfile(path):
+            return False
+        with contextlib.suppress(ValueError, OSError):
+            info = read_json(path)
+            return isinstance(info, dict) and {"codebase_version", "features"} <= info.keys()
+        return False
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:

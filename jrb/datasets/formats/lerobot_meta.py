@@ -1,6 +1,5 @@
 """Reads the metadata of LeRobot datasets, the folder `meta/` of versions 2 and 3. K episodes."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -16,7 +15,7 @@ from jrb.datasets.reading import arrow
 from jrb.datasets.reading.names import check, natural_order, refused
 from jrb.datasets.reading.tabular import cached
 
-_INFO = os.path.join("meta", "info.json")
+INFO = os.path.join("meta", "info.json")
 _MAX_STEPS = 1 << 48  # the number of steps that an episode must stay below
 _OWN = ("episode_index", "length", "dataset_from_index", "dataset_to_index")
 _OBJECT = 32  # bytes of a Python number
@@ -42,16 +41,6 @@ class LeRobotMeta(NamedTuple):
     # For each feature that is a video: the file of each episode, and the seconds at which the
     # episode begins in its file, float64 `[K]`.
     videos: Mapping[str, tuple[list[str], np.ndarray]]
-
-
-def is_dataset(path: object) -> bool:
-    """Returns True if a folder has LeRobot's `meta/info.json`."""
-    if not isinstance(path, str) or not os.path.isfile(os.path.join(path, _INFO)):
-        return False
-    with contextlib.suppress(ValueError, OSError):
-        info = read_json(os.path.join(path, _INFO))
-        return isinstance(info, dict) and {"codebase_version", "features"} <= info.keys()
-    return False
 
 
 def read(root: str, max_expansion: float) -> LeRobotMeta:
@@ -121,15 +110,15 @@ def _episodes(
         check(is_right, f"{path}: episode {number}: length", "a number above 0", repr(length))
     totals = {"episodes": len(lines), "frames": sum(line["length"] for line in lines)}
     for name, total in totals.items():
-        where, declared = f"{root}: {_INFO}: total_{name}", info.get(f"total_{name}", total)
+        where, declared = f"{root}: {INFO}: total_{name}", info.get(f"total_{name}", total)
         check(declared == total, where, f"{total}, as listed", repr(declared))
     return lines
 
 
 def _info(root: str) -> tuple[dict[str, Any], str]:
     """Reads and checks `info.json`; returns it and the major version, "2" or "3"."""
-    path = os.path.join(root, _INFO)
-    check(os.path.isfile(path), root, _INFO, "none")
+    path = os.path.join(root, INFO)
+    check(os.path.isfile(path), root, INFO, "none")
     info = read_json(path)
     has_version = isinstance(info, dict) and "codebase_version" in info
     check(has_version, path, "'codebase_version'", f"{info!r:.80}")
@@ -161,7 +150,7 @@ def _is_feature(about: Any) -> bool:
 
 def _path_in(root: str, template: Any, **fields: Any) -> str:
     """Returns the path from a template in `info.json`; raises if it leads out of the folder."""
-    where = f"{root}: {_INFO}"
+    where = f"{root}: {INFO}"
     check(isinstance(template, str), where, "the template of a path", repr(template))
     names = {match[1] for match in _FIELD.finditer(template)}
     check(names <= fields.keys(), where, f"a path of {sorted(fields)}", repr(template))
