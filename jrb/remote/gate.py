@@ -22,7 +22,7 @@ from jrb.limits import SampleToInsert
 
 PATIENCE = 10.0  # the seconds after which it is logged what a call waits for
 
-log = logging.getLogger("jrb.remote")
+log: logging.Logger = logging.getLogger("jrb.remote")
 
 
 def ray() -> Any:

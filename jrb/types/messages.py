@@ -5,7 +5,7 @@ N capacity, E environments, B batch, T time.
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,9 @@ class MissingMethodError(TypeError):
     """Raised if a call needs a method of a part that has no possible default."""
 
 
-if TYPE_CHECKING:
-    from chex import Array, PRNGKey
-else:  # chex has these for type checkers only: to import it takes 0.3 s
-    Array, PRNGKey = jax.Array | np.ndarray, jax.Array
+# As in chex, which takes 0.3 s to import, and whose types are unknown to type checkers.
+Array: TypeAlias = jax.Array | np.ndarray | np.bool_ | np.number
+PRNGKey: TypeAlias = jax.Array
 
 Item = Any
 """A pytree of arrays in the structure of the user's transitions."""

@@ -10,7 +10,10 @@ from typing import Any
 from jrb.keys import TED, Keys, path_name, within
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Keys) if field.name != "episode")
-ROLES = {**{name: path_name(getattr(TED, name)) for name in FIELDS}, "episode": "episode"}
+ROLES: dict[str, str] = {
+    **{name: path_name(getattr(TED, name)) for name in FIELDS},
+    "episode": "episode",
+}
 """The fields of `jrb.Keys`, here called roles, and the names of their leaves in TED."""
 
 USUAL_NAMES = {

@@ -357,7 +357,7 @@ def timeless(path):
         (packed, "expected decode="),
         (apart, "expected items="),
         (objects, "got objects, whose flags"),
-        (many, r"got one with the leading axes \(3,\)"),
+        (many, r"one of the states under vmap, of shape \(3,\)"),
         (unrewarded, "expected a leaf at 'next/reward', got items with the leaves"),
         (endless, "expected a leaf at 'next/done'"),
         (timeless, "order of time"),
