@@ -384,7 +384,7 @@ def test_min_size_counts_all_shards():
     rng = np.random.default_rng(0)
     state = sharded.add(sharded.init(EXAMPLE), rows(rng, E))
     assert not sharded.can_sample(state)
-    with pytest.raises(ValueError, match=rf"shards that hold {E} transitions"):
+    with pytest.raises(ValueError, match=rf"size {E} where min_size is {2 * E}"):
         sharded.sample(state, jax.random.key(0))
     after, batch = jax.jit(sharded.draw)(state, jax.random.key(0))
     assert not batch.mask.any()
@@ -587,7 +587,7 @@ REFUSED = [
     *[
         (
             lambda b, storage=storage: jrb.Sharded(dataclasses.replace(b, storage=storage), 8),
-            r"jrb\.remote\(buffer, shards=k\), or for one buffer per process",
+            r"Use one buffer per process, or jrb\.remote\.serve\(buffer, example",
         )
         for storage in (jrb.MemmapStorage("rows"), jrb.SpillStorage(None, 2), jrb.ListStorage())
     ],

@@ -344,7 +344,7 @@ def test_a_checkpoint_does_not_depend_on_the_branching(monkeypatch, tmp_path):
         jrb.save(path, buffer, state, layout=path.name)
         chex.assert_trees_all_equal(jrb.load(path)[1], state)
     monkeypatch.setitem(sum_tree._BRANCHING, jax.default_backend(), 32)
-    schema._blank.cache_clear()
+    schema._blanks(buffer).cache_clear()
     jax.clear_caches()
     for path in paths:
         other, loaded = jrb.load(path)
@@ -356,7 +356,7 @@ def test_a_checkpoint_does_not_depend_on_the_branching(monkeypatch, tmp_path):
             sum_tree.total(loaded.sampler.masses), sum_tree.total(state.sampler.masses), rtol=1e-5
         )
         assert other.sample(loaded, KEY).mask.all()
-    schema._blank.cache_clear()
+    schema._blanks(buffer).cache_clear()
     jax.clear_caches()
 
 

@@ -171,7 +171,7 @@ OTHERS = [  # with `PARTS`, every part that jrb exports
     {"unit": jrb.FrameStack(2, unit=jrb.NStep(2, 0.9))},
     {"sampler": jrb.Prioritized(), "storage": jrb.SpillStorage(None, 4)},
     {"writer": jrb.MaxValue("action"), "sampler": jrb.Prioritized()},
-    {"transforms": (jrb.transforms.RewardToGo(),), "unit": WHOLE},
+    {"transforms": (jrb.transforms.RewardToGo(to="window"),), "unit": WHOLE},
 ]
 TRANSFORMS = [
     jrb.transforms.Cast("float16", ("observation",)),

@@ -310,8 +310,9 @@ def _leaf_spec(where: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 def kept_dtype(dtype: Any) -> Any:
     """Returns the dtype in which JAX keeps numbers of a dtype."""
-    wider = {"g": np.float64, "G": np.complex128}  # JAX refuses float128 and complex256
-    return jax.dtypes.canonicalize_dtype(wider.get(np.dtype(dtype).char, dtype))
+    # JAX refuses float128 and complex256, which are other types on other systems.
+    wider = {np.longdouble: np.float64, np.clongdouble: np.complex128}
+    return jax.dtypes.canonicalize_dtype(wider.get(np.dtype(dtype).type, dtype))
 
 
 def no_array(where: str, leaf: Leaf) -> TypeError:

@@ -146,7 +146,7 @@ def test_what_is_there_stays(tmp_path):
         jrb.datasets.write_d4rl(path, *filled(episodes_of(0)))
     assert path.read_text() == "mine"
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="found something"):
+    with pytest.raises(FileNotFoundError, match="expected no broken link"):
         jrb.datasets.write_d4rl(tmp_path / "link", *filled(episodes_of(0)))
 
 

@@ -581,7 +581,7 @@ def test_paths_that_hold_something_else_are_refused(tmp_path):
     file.write_text("x")
     with pytest.raises(ValueError, match="expected a folder"):
         Recorder(file)
-    with pytest.raises(ValueError, match="found 'file' in it"):
+    with pytest.raises(ValueError, match="got 'file' in it"):
         Recorder(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["file"]
 
