@@ -24,6 +24,8 @@ exclude_patterns = ["_build", "generate", "jupyter_execute"]
 suppress_warnings = ["toc.empty_glob"]
 default_role = "named"
 nitpicky = True
+# The arguments of `ReplayBuffer`, as type checkers see them.
+nitpick_ignore = [("py:class", f"jrb.buffer.Buffer{name}") for name in ("Options", "Parts")]
 
 html_theme = "furo"
 pygments_style = "default"
