@@ -91,6 +91,14 @@ def within_time(work):
 
 
 @pytest.fixture(autouse=True)
+def _interrupts_are_raised():
+    """A shell lets the programs that it starts in the background ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
 def shown(monkeypatch):
     """Silences interrupts in `weakref` callbacks, which Python prints and ignores."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
