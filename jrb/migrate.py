@@ -289,7 +289,7 @@ def _with_converted(
 ) -> BufferState | None:
     """Returns the state with new items in the same slots; None if other arrays have to change."""
     same = {"storage": old.storage, "transforms": old.transforms, "batch_size": old.batch_size}
-    same |= {"min_size": old.min_size, "cast": old.cast}
+    same |= {"min_size": old.min_size, "cast": old.cast, "requires_mask": old.requires_mask}
     if convert is None or dataclasses.replace(new, **same) != old:
         return None
     spec, convert_rows = _conversion(old, state, convert)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb.authoring import enable_x64
 
 ITEM = {
     "observation": jnp.zeros(3),
@@ -97,7 +98,10 @@ def test_rebuild_keeps_slots_and_draws(name):
     assert_continues(buffer, state, buffer, after)
 
 
-@pytest.mark.parametrize("name", ["prioritized", "memmap", "lanes"])
+@pytest.mark.parametrize(
+    "name",
+    ["memmap", *(pytest.param(it, marks=pytest.mark.slow) for it in ("prioritized", "lanes"))],
+)
 def test_load_converts_what_was_saved(name, tmp_path):
     buffer, state = filled(BUFFERS[name])
     jrb.save(tmp_path / "replay", buffer, state)
@@ -221,3 +225,30 @@ def test_what_cannot_be_converted_raises():
         jrb.rebuild(buffer, state, buffer, convert=lambda item: {})
     with pytest.raises(TypeError, match="convert: leaf 'note': expected"):
         jrb.rebuild(buffer, state, buffer, convert=lambda item: {**item, "note": "text"})
+
+
+def test_items_of_64_bits_are_narrowed_and_then_converted(tmp_path):
+    with enable_x64():
+        wide = {"observation": np.arange(12.0).reshape(4, 3)}
+        wide["next"] = {"reward": np.arange(4.0), "done": np.zeros(4, bool)}
+        jrb.save(tmp_path / "wide", *jrb.from_items(wide, batch_size=2))
+    with pytest.raises(TypeError, match=r"expected a dtype that JAX keeps, got float64.*cast=True"):
+        jrb.load(tmp_path / "wide", convert=cost)
+    buffer, state = jrb.load(tmp_path / "wide", cast=True, convert=cost)
+    items = jrb.items(buffer, state)
+    np.testing.assert_allclose(items["cost"], wide["observation"].sum(1) + np.arange(4))
+    assert items["observation"].dtype == np.float32
+
+
+def test_a_buffer_that_requires_a_mask_goes_on_with_what_another_saved(tmp_path):
+    storage = jrb.MemmapStorage(tmp_path / "rows")
+    buffer = jrb.ReplayBuffer(8, batch_size=2, storage=storage)
+    state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(5)})
+    jrb.save(tmp_path / "rows", buffer, state)
+    masked = dataclasses.replace(buffer, requires_mask=True)
+    loaded, after = jrb.load(tmp_path / "rows", masked)  # in place: nothing is converted
+    assert loaded == masked
+    with pytest.raises(TypeError, match="mask: expected one flag"):
+        loaded.add(after, {"x": jnp.int32(5)})
+    after = loaded.add(after, {"x": jnp.int32(5)}, mask=jnp.bool_(True))
+    assert jrb.items(loaded, after)["x"].tolist() == [0, 1, 2, 3, 4, 5]

@@ -144,6 +144,7 @@ def test_items_of_a_class_are_edited(make: Any, storage: Any) -> None:
     same(jrb.items(buffer, state), jrb.items(buffer, other), make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", CLASSES)
 @pytest.mark.parametrize("name", ["folder", "file.h5"])
 def test_items_of_a_class_are_saved(make: Any, name: str, tmp_path: Any) -> None:

@@ -191,10 +191,6 @@ TRANSFORMS = [
 ]
 KINDS = jrb.types.Sampler, jrb.types.Unit, jrb.types.Writer, jrb.types.Storage
 WITHOUT_JIT = [*PARTS.values(), *OTHERS, *({"transforms": (each,)} for each in TRANSFORMS)]
-SLOW = [  # operations outside `jit` are compiled one by one
-    pytest.param(parts, marks=[] if parts is PARTS["ranked"] else pytest.mark.slow, id=f"{n}")
-    for n, parts in enumerate(WITHOUT_JIT)
-]
 
 
 def without_jit(buffer, example, items):
@@ -215,7 +211,9 @@ def without_jit(buffer, example, items):
     return sample
 
 
-@pytest.mark.parametrize("parts", SLOW)
+@pytest.mark.slow  # operations outside `jit` are compiled one by one
+@pytest.mark.whole
+@pytest.mark.parametrize("parts", [pytest.param(it, id=f"{n}") for n, it in enumerate(WITHOUT_JIT)])
 def test_every_part_works_without_jit(parts):
     buffer = jrb.ReplayBuffer(14, num_envs=E, batch_size=B, **parts)
     example, items = ITEM | IMAGE, rows(7, E)

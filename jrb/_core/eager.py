@@ -330,10 +330,8 @@ def _is_drawn(buffer: Buffer, state: BufferState, quiet: bool, mask: Any) -> boo
     values = np.asarray(mask)
     if values.item(0) or values.any():
         return True
-    size, num_anchors = (
-        int(buffer.size(state)),
-        int(steps.num_anchors(buffer, state.replace(storage=None))),
-    )
+    size = int(buffer.size(state))
+    num_anchors = int(steps.num_anchors(buffer, state.replace(storage=None)))
     is_masked = bool(ready(buffer, state, len(values)))
     raise ValueError(f"sample: {explain_no_draw(buffer, size, num_anchors, is_masked)}")
 
@@ -344,7 +342,8 @@ def explain_no_draw(buffer: Buffer, size: int, num_anchors: int, is_masked: bool
     `is_masked` is True if the sampler drew anchors, and the unit masked them.
     """
     unit, need = type(buffer.unit).__name__, buffer.unit.anchor_requirement
-    why = f"in which {type(buffer.sampler).__name__} finds nothing"
+    sampler = type(buffer.sampler).__name__
+    why = f"in which {sampler} finds nothing"
     cure = f"Add items first; can_sample tells when there are enough. {need}"
     if buffer.min_size is not None and size < buffer.min_size:
         why = f"where min_size is {buffer.min_size}"
@@ -353,8 +352,8 @@ def explain_no_draw(buffer: Buffer, size: int, num_anchors: int, is_masked: bool
     elif size and not num_anchors:
         why, cure = f"in which {unit} has no anchor", need or cure
     elif num_anchors and isinstance(buffer.sampler, PrioritizedSampler):
-        why = f"in which {type(buffer.sampler).__name__} finds no mass"
-        why, cure = f"{why}: give priorities above 0, add items, or drop fewer of them", ""
+        why = f"in which {sampler} finds no mass"
+        cure = "Give priorities above 0, add items, or drop fewer of them."
     return f"expected something to draw, got a buffer of size {size} {why}. {cure}".rstrip()
 
 

@@ -143,7 +143,7 @@ class _Results(dict):
         self.is_derived: bool = False
 
 
-_MOST_DROPPED = 12
+_MOST_DROPPED = 12  # descriptions whose programs stay for a while: some 100 MB
 _living: dict[int, tuple[weakref.ref, _Results]] = {}  # by the `id` of a description
 _by_value: "weakref.WeakValueDictionary[Any, _Results]" = weakref.WeakValueDictionary()
 _dropped: collections.OrderedDict[int, _Results] = collections.OrderedDict()

@@ -190,8 +190,8 @@ def read_from(path: str) -> Iterator[None]:
 def matched(path: str, saved: Json, given: Any, kind: type) -> Any:
     """Returns the saved description, which must be a `kind`; or the given one if it is the same.
 
-    Batch size, `min_size`, `cast` and transforms may differ, as no state depends on them, except
-    for transforms that have a state.
+    Batch size, `min_size`, `cast`, `requires_mask` and transforms may differ, as no state depends
+    on them, except for transforms that have a state.
     """
     if given is None:
         with read_from(path):
@@ -216,7 +216,8 @@ def binding(node: Json) -> Json:
         return node
     if "fields" not in node:
         return {key: binding(entry) for key, entry in node.items()}
-    free, cls = {"batch_size", "transforms", "min_size", "cast"}, find_class(node["part"])
+    free = {"batch_size", "transforms", "min_size", "cast", "requires_mask"}
+    cls = find_class(node["part"])
     if cls is not None and issubclass(cls, Storage | StatefulTransform):
         free |= set(cls.unbound)
     fields = node["fields"]

@@ -55,7 +55,8 @@ def read_torchrl(
         "default", "flat", "nested" or "h5"; and `write_count`, the number of rows ever written.
         For a prioritized sampler, also `priorities`, float64 `[T]` or `[T, E]`; `leaves`, their
         powers (p + eps)^alpha; `alpha`, `beta`, `eps` and `max_priority`. If alpha is 0, priorities
-        cannot be derived from the powers, and are 1.
+        cannot be derived from the powers, and are 1. `left_out`, the names of entries that are no
+        tensors, and are not read.
 
     Raises:
         FileNotFoundError: there is no dump, or one of its files is missing.
@@ -94,6 +95,7 @@ def read_torchrl(
     num_envs, capacity = None if len(stored.shape) == 1 else envs, math.prod(stored.shape)
     info = {"cursor": cursor % time, "full": rows == time, "num_envs": num_envs}
     info |= {"capacity": capacity, "layout": stored.layout, "write_count": count}
+    info["left_out"] = sorted(folder.left_out)
     return Dump(items, info | _read_priorities(folder, lead))
 
 
@@ -116,7 +118,8 @@ def _read_storage(folder: DumpFolder, max_expansion: float) -> StoredDump:
     """Finds the layout of a dump, and reads its arrays."""
     if folder.has(*_H5):
         layout, where = "h5", folder.file(*_H5)
-        about, leaves = files.read_h5(where, max_expansion)
+        about, leaves, left_out = files.read_h5(where, max_expansion)
+        folder.left_out |= left_out
         length = files.whole(about["_len"], where, "_len")
     else:
         where = folder.path("storage", "storage_metadata.json")

@@ -76,9 +76,15 @@ def shape_of(value: Any, where: str) -> tuple[int, ...]:
 
 
 class DumpFolder:
-    """The folder of a dump. No name can lead out of it."""
+    """The folder of a dump. No name can lead out of it.
+
+    Attributes:
+        root: the path of the folder.
+        left_out: the keys of entries that are no tensors, such as `info/text`, found by `tensors`.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.left_out: set[str] = set()
         self.root: str = os.path.realpath(absolute_path(path))
         if not os.path.isdir(self.root):
             raise FileNotFoundError(f"{self.root}: expected a dump, found no folder there.")
@@ -150,7 +156,9 @@ class DumpFolder:
                 expected = f"leaf '{key}' with leading axes {lead or '[N]'}"
                 check(is_right, where, expected, f"shape {leaf.shape}")
                 yield (key,), leaf, ragged
-            elif kind not in (None, "NonTensorData", "NonTensorStack"):
+            elif kind in ("NonTensorData", "NonTensorStack"):
+                self.left_out |= {"/".join((*names[1:], key))} - {*ABOUT}
+            elif kind is not None:
                 raise ValueError(
                     f"{where}: expected tensors and TensorDicts, got '{key}', a {kind}."
                 )
@@ -192,12 +200,16 @@ def kind_of(entry: Any) -> str | None:
 
 
 class DumpFile:
-    """A dump in HDF5. Links are not followed, and declared sizes are checked before reading."""
+    """A dump in HDF5. Links are not followed, and declared sizes are checked before reading.
+
+    `left_out` has the names of what is neither numbers nor a trajectory, found by `leaves`.
+    """
 
     def __init__(self, path: str, file: h5py.File, max_expansion: float) -> None:
         self._path, self._file = path, file
         self._limit = ExpansionLimit(path, [path], max_expansion)
         self._seen: set[Any] = set()
+        self.left_out: set[str] = set()
 
     def member(self, group: Any, name: str) -> Any:
         """Returns the member `name` of a group; raises if it is a link, or missing."""
@@ -228,6 +240,8 @@ class DumpFile:
                 yield from (((name, *key), leaf) for key, leaf in self.datasets(entry))
             elif entry.dtype.kind in "biufc" and entry.shape is not None:
                 yield (name,), self.array(entry)
+            else:
+                self.left_out.add(entry.name[1:])
 
     def about(self) -> dict[str, Any]:
         """Returns the dump's entries that are not tensors: `ABOUT` and `_len`."""
@@ -244,6 +258,7 @@ class DumpFile:
         """Returns the leaves of all trajectories, concatenated."""
         groups = [name for name in map(str, self._file) if name.startswith("traj_")]
         groups = [name for name in groups if name[5:].isdecimal()]
+        self.left_out |= {*map(str, self._file)} - {*groups, *ABOUT, "_len"}
         groups.sort(key=lambda name: int(name[5:]))
         has_all = [int(name[5:]) for name in groups] == list(range(len(groups)))
         check(has_all, self._path, "trajectories from 0 on, each once", groups[:8])
@@ -259,11 +274,11 @@ class DumpFile:
         return {key: np.concatenate(parts) for key, parts in leaves.items()}
 
 
-def read_h5(path: str, max_expansion: float) -> tuple[dict[str, Any], Leaves]:
-    """Reads the entries of a dump that are not tensors, and leaves `[N, ...]` or `[N + K, ...]`."""
+def read_h5(path: str, max_expansion: float) -> tuple[dict[str, Any], Leaves, set[str]]:
+    """Reads `ABOUT` and `_len`, leaves `[N, ...]` or `[N + K, ...]`, and what is left out."""
     try:
         with h5py.File(path, "r") as file:
             dump = DumpFile(path, file, max_expansion)
-            return dump.about(), dump.leaves()
+            return dump.about(), dump.leaves(), dump.left_out
     except (OSError, RuntimeError, KeyError, TypeError) as error:
         raise DamagedError(f"{path}: expected a dump in HDF5, found {error}.") from error

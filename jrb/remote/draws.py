@@ -142,7 +142,7 @@ class Drawing:
         self, batch_size: int, beta: float | None, device: Device, patient: bool
     ) -> Sample | None:
         """Returns a batch, or None if there is no valid start; if `patient`, waits for one."""
-        wait = LongWait(self.explain)
+        wait = LongWait(self.describe)
         while True:
             with granted(self.permits, "sample", batch_size) as ticket:
                 draw = self.ask(batch_size, [beta], ticket)[0]
@@ -150,13 +150,6 @@ class Drawing:
             if sample is not None or not patient:
                 return sample
             wait.pause(PAUSE)
-
-    def explain(self) -> str:
-        """Returns why nothing can be drawn, and what to do."""
-        each = ray().get([server.facts.remote() for server in self._servers])
-        size, anchors = sum(one.size for one in each), sum(one.anchors for one in each)
-        needs = f"min_size={self._setup.buffer.min_size}, {self._setup.buffer.unit!r}"
-        return f"nothing to draw, with {size} items and {anchors} valid starts: {needs}. Add items."
 
     def describe(self) -> str:
         """Returns why nothing can be drawn, and the cure."""
@@ -211,7 +204,7 @@ class Ahead:
 
     def __next__(self) -> Sample:
         """Returns the next batch; waits until the buffer has a valid start."""
-        sample, wait = None, LongWait(self._drawing.explain)
+        sample, wait = None, LongWait(self._drawing.describe)
         while sample is None:
             if not self._line:
                 self._fill(patient=True)

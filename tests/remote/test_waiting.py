@@ -160,7 +160,7 @@ class Drawing:
         names = ("indices", "probabilities", "weights", "mask", "stamp")
         return Sample(data=np.array(draw.parts), info={}, **dict.fromkeys(names, np.zeros(1)))
 
-    def explain(self):
+    def describe(self):
         return "nothing to draw"
 
     def strike(self):

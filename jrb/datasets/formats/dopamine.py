@@ -143,6 +143,7 @@ def _read_steps(
     starts = next(iter(columns.values())).starts
     rows, noted, breaks = _rows_in_order(files, starts)
     check(len(rows), source, "steps", "none")
+    # Read the small arrays whole: flags, and which rows may be padding.
     is_zero, flags = np.ones(len(rows), bool), dict[str, np.ndarray]()
     for leaf, column in columns.items():
         if leaf in FLAGS or within(leaf, "action") or within(leaf, "next/reward"):
@@ -155,16 +156,19 @@ def _read_steps(
     # Episodes end where that is noted, and before rows that are in no file.
     ended = terminated | truncated | np.isin(rows, noted)
     is_last = ended | np.isin(np.arange(1, len(rows) + 1) % len(rows), [*breaks])
+    # The K episodes, and if their first and last steps are there.
     stops = np.flatnonzero(is_last) + 1
     begins = np.append(0, stops[:-1])
     has_first = ~np.isin(begins, [*breaks])
     has_last, lengths = ended[stops - 1], stops - begins
+    # Rows of zeros before the first step are padding; `invalid_range` tells how many there can be.
     own = next(iter(files.values()))
     most = max(0, len(GzippedColumn([own[_RANGE]])) - 2) if _RANGE in own else 15
     shown = np.append(np.flatnonzero(~is_zero), len(rows))
     zeros = np.minimum(shown[np.searchsorted(shown, begins)] - begins, lengths - has_last)
     padding = _padding(np.minimum(zeros, most), begins, has_first, has_last, rows, columns)
     is_step = np.arange(len(rows)) >= np.repeat(begins + padding, lengths)
+    # An episode may have nothing but padding, at the end of a ring.
     kept = lengths > padding
     number = np.array([*files])[np.searchsorted(starts, rows[begins], "right") - 1]
     # Where a part of the padding is there, so is the first step.

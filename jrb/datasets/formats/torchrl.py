@@ -96,7 +96,7 @@ class TorchRL(TableFormat):
         columns |= {TERMINATED: terminated, TRUNCATED: truncated}
         metadata = {name: info[name] for name in ("layout", "capacity", "num_envs", "write_count")}
         notes = (tabular.DONE_NOTE,) * (flags.keys() == {DONE})
-        return Table(columns, ends, facts, metadata, notes)
+        return Table(columns, ends, facts, metadata, notes, info["left_out"])
 
     def _is_end(self, path: str, items: Any, rows: np.ndarray) -> np.ndarray:
         """Returns bool `[R, E]`, oldest row first, True for items that end an episode."""

@@ -59,7 +59,7 @@ def test_logs_of_one_run_are_joined_in_order_of_time(tmp_path, block, monkeypatc
     assert dataset.lengths[dataset.complete].tolist() == [LENGTHS[number] for number in whole]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 @pytest.mark.parametrize("stack_size", [1, 2, 4])
 def test_rings_that_are_saved_at_any_time(tmp_path, stack_size, seed):
     """Checkpoints overlap, or have gaps; some episodes end by time; some steps are all zeros."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb.layouts.names import nest
 from tests.datasets.formats.trees import flat
 
 LENGTHS = [4, 6]
@@ -200,3 +201,42 @@ def test_an_array_of_no_episode_is_named(tmp_path, format, name, kind):
     assert dataset.lengths.tolist() == LENGTHS
     is_fact = name in dataset.facts and array.shape == ()
     assert is_fact or any(f"'{name}'" in note for note in dataset.notes)
+
+
+def items_of(name, array):
+    """Items in TED `[T, ...]` with a leaf more."""
+    leaves = steps_of(STEPS)
+    flags = {"done": LAST, "terminated": LAST, "truncated": LAST & False}
+    after = {"observation": leaves["observations"], "reward": leaves["rewards"], **flags}
+    items = {"observation": leaves["observations"], "action": leaves["actions"], "next": after}
+    return nest({**flat(items), name: array})
+
+
+def recorded(path, items):
+    with jrb.datasets.Recorder(path) as recorder:
+        recorder.append(items)
+
+
+def saved(path, items):
+    jrb.save(path, *jrb.from_items(items, cast=True))
+
+
+def dumped(path, items):
+    jrb.interop.write_torchrl(path, *jrb.from_items(items, cast=True))
+
+
+def as_table(path, items):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path.mkdir()
+    columns = {name.replace("/", "."): pa.array(list(leaf)) for name, leaf in flat(items).items()}
+    parquet.write_table(pa.table(columns), path / "all.parquet")
+
+
+@pytest.mark.parametrize("name", ["cost", "masks", "goal/deep"])
+@pytest.mark.parametrize("write", [recorded, saved, dumped, as_table])
+def test_a_leaf_more_of_items_is_a_leaf_of_the_dataset(tmp_path, write, name):
+    array = RNG.integers(0, 9, STEPS).astype(np.int32)
+    write(tmp_path / "set", items_of(name, array))
+    dataset = jrb.datasets.open(tmp_path / "set")
+    rows = np.concatenate([flat(each)[name] for each in dataset])
+    np.testing.assert_array_equal(rows, array)

@@ -5,6 +5,7 @@ import os
 import pathlib
 import shutil
 
+import h5py
 import jax
 import numpy as np
 import pytest
@@ -92,6 +93,28 @@ def test_keys_name_the_numbers_of_trajectories():
         jrb.datasets.open(
             DATA / "default_1d_wrapped", keys=jrb.Keys(done="d", terminated="e", truncated="f")
         )
+
+
+@pytest.mark.parametrize("name", ["default_1d_wrapped", "flat_1d_wrapped", "nested_1d_partial"])
+def test_entries_that_are_no_tensors_are_named(name, tmp_path):
+    assert jrb.datasets.open(DATA / name).notes == ()
+    shutil.copytree(DATA / name, tmp_path / "a", copy_function=shutil.copyfile)
+    path = tmp_path / "a" / "storage" / "meta.json"
+    about = json.loads(path.read_text()) | {"caption": {"type": "NonTensorData"}}
+    path.write_text(json.dumps(about))
+    dataset = jrb.datasets.open(tmp_path / "a")
+    assert any("'caption'" in note for note in dataset.notes)
+    assert jrb.interop.read_torchrl(tmp_path / "a").info["left_out"] == ["caption"]
+
+
+def test_datasets_beside_the_trajectories_are_named(tmp_path):
+    assert jrb.datasets.open(DATA / "h5_1d_wrapped").notes == ()
+    shutil.copytree(DATA / "h5_1d_wrapped", tmp_path / "a", copy_function=shutil.copyfile)
+    with h5py.File(tmp_path / "a" / "storage" / "checkpoint.h5", "r+") as file:
+        file["calibration"] = np.arange(3.0)
+        file["traj_0/caption"] = "left"
+    (note,) = jrb.datasets.open(tmp_path / "a").notes
+    assert "'calibration'" in note and "'traj_0/caption'" in note
 
 
 def test_what_is_no_dump(tmp_path):
