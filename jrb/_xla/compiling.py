@@ -127,7 +127,7 @@ def manual_axes() -> Axes:
 
 
 class _Results(dict):
-    """What functions `kept_by_description` returned for a description, by function.
+    """Results of functions of one description, by function; see `kept_by_description`.
 
     Attributes:
         description: a copy of the description. No result refers to the user's object, whose end
@@ -181,9 +181,9 @@ def _let_go(key: int, _: weakref.ref) -> None:
 def kept_by_description(function: Callable[[Any], T]) -> Callable[[Any], T]:
     """Caches the results of a function of a description for as long as an equal one lives.
 
-    Compiled programs of a description that nobody can use again would take some 10 MB each in a
-    sweep over many. Those of the last few that are gone are kept, for loops that make equal
-    descriptions anew. The function gets a copy of the description.
+    Compiled programs of descriptions that no longer exist would take some 10 MB each in a sweep
+    over many. Those of the last few are kept, for loops that make an equal description in each
+    step. The function gets a copy of the description.
     """
 
     @functools.wraps(function)

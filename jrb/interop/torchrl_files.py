@@ -202,7 +202,7 @@ def kind_of(entry: Any) -> str | None:
 class DumpFile:
     """A dump in HDF5. Links are not followed, and declared sizes are checked before reading.
 
-    `left_out` has the names of what is neither numbers nor a trajectory, found by `leaves`.
+    `left_out` has the names of entries that are neither numbers nor a trajectory, by `leaves`.
     """
 
     def __init__(self, path: str, file: h5py.File, max_expansion: float) -> None:
@@ -275,7 +275,7 @@ class DumpFile:
 
 
 def read_h5(path: str, max_expansion: float) -> tuple[dict[str, Any], Leaves, set[str]]:
-    """Reads `ABOUT` and `_len`, leaves `[N, ...]` or `[N + K, ...]`, and what is left out."""
+    """Reads `ABOUT` and `_len`, leaves `[N, ...]` or `[N + K, ...]`, and names of other entries."""
     try:
         with h5py.File(path, "r") as file:
             dump = DumpFile(path, file, max_expansion)

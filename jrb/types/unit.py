@@ -83,7 +83,7 @@ class Unit(abc.ABC):
 
     @property
     def anchor_requirement(self) -> str:
-        """What an anchor needs beside one stored item and the cure, in sentences; "" if nothing.
+        """Sentences on the rows that an anchor needs besides its own, and how to get them, or "".
 
         Errors of draws that find no anchor quote it: "An anchor needs 8 rows of one episode. ...".
         By default "", which is right if every stored row is an anchor.

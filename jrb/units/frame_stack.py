@@ -105,7 +105,7 @@ class FrameStack(WrappingUnit):
 
     @property
     def anchor_requirement(self) -> str:
-        """What an anchor of the inner unit needs, and the frames of its stack."""
+        """The requirement of the inner unit, and the frames of the stack."""
         stack = (
             f"Of the {self.k - 1} rows before an anchor, those of its episode must be stored. "
             "Write more rows, or make the capacity larger."

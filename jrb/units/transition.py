@@ -110,7 +110,7 @@ class WrappingUnit(Unit):
 
     @property
     def anchor_requirement(self) -> str:
-        """What an anchor of the inner unit needs."""
+        """The requirement of the inner unit."""
         return self.unit.anchor_requirement
 
     @property

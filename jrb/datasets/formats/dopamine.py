@@ -143,15 +143,7 @@ def _read_steps(
     starts = next(iter(columns.values())).starts
     rows, noted, breaks = _rows_in_order(files, starts)
     check(len(rows), source, "steps", "none")
-    # Read the small arrays whole: flags, and which rows may be padding.
-    is_zero, flags = np.ones(len(rows), bool), dict[str, np.ndarray]()
-    for leaf, column in columns.items():
-        if leaf in FLAGS or within(leaf, "action") or within(leaf, "next/reward"):
-            small = tabular.rows_at(column, rows)[:]
-            is_zero &= ~small.reshape(len(rows), -1).any(axis=1)
-            if leaf in FLAGS:
-                flags[leaf] = tabular.flag_column(small, leaf, source)[:]
-    check(flags, source, "an array 'terminal'", sorted(columns))
+    is_zero, flags = _read_small_arrays(source, columns, rows)
     terminated, truncated = tabular.combined_flags(len(rows), *map(flags.get, FLAGS))
     # Episodes end where that is noted, and before rows that are in no file.
     ended = terminated | truncated | np.isin(rows, noted)
@@ -182,6 +174,21 @@ def _read_steps(
     flags = {TERMINATED: terminated[is_step], TRUNCATED: (is_last & ~terminated)[is_step]}
     ends = np.cumsum(lengths - padding)[kept]
     return rows[is_step], Table(flags, ends, facts, notes=notes)
+
+
+def _read_small_arrays(
+    source: Source, columns: Mapping[str, Any], rows: np.ndarray
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Reads flags, actions and rewards; returns which rows are zeros in all, `[T]`, and flags."""
+    is_zero, flags = np.ones(len(rows), bool), dict[str, np.ndarray]()
+    for leaf, column in columns.items():
+        if leaf in FLAGS or within(leaf, "action") or within(leaf, "next/reward"):
+            small = tabular.rows_at(column, rows)[:]
+            is_zero &= ~small.reshape(len(rows), -1).any(axis=1)
+            if leaf in FLAGS:
+                flags[leaf] = tabular.flag_column(small, leaf, source)[:]
+    check(flags, source, "an array 'terminal'", sorted(columns))
+    return is_zero, flags
 
 
 def _padding(
