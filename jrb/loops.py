@@ -5,8 +5,9 @@ import functools
 import importlib
 import inspect
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, overload
 
 import jax
@@ -48,7 +49,8 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
 
     An interrupt (Ctrl-C) waits until a method that changes a state has returned, as the state that
     was passed is gone. The assignment `state = methods.add(state, item)` may not happen any more:
-    `methods.recover()` returns the newest state.
+    `methods.recover()` returns the newest state. Equal buffers share what is compiled, so if you
+    use several states, give each its own `jrb.jitted(buffer)`.
 
     Args:
         buffer: a `ReplayBuffer`, a `Mix` or a `Sharded`.
@@ -70,11 +72,6 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
         raise TypeError(
             f"jitted: expected a ReplayBuffer or a Mix, or a Sharded, got {type(buffer).__name__}."
         )
-    return _jitted(buffer)
-
-
-@compiling.kept_by_description
-def _jitted(buffer: Any) -> Any:
     return JittedMix(buffer) if isinstance(buffer, Mix) else Jitted(buffer)
 
 
@@ -177,12 +174,16 @@ else:
 class _Recoverable:
     """Finds the newest state that its methods returned, and holds it only after an interrupt."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffer: Description) -> None:
         self._newest: list[weakref.ref] = []  # the newest state, or the states of a mix
-        self._held: dict[Any, Any] = {}  # the same, if it is held
+        held: dict[Any, Any] = {}  # the same, if it is held
+        for name, method in _compiled_methods(buffer).items():
+            if name in _CHANGING:
+                method = _finish_despite_interrupts(name, method, self._newest, held)
+            vars(self)[name] = method
 
     def recover(self) -> Any:
-        """Returns the newest state, also if an interrupt kept it from being assigned.
+        """Returns the newest state of this object's methods, also if it was not assigned.
 
         An interrupt (Ctrl-C) of a method that changes a state is raised when the method has
         finished. The new state, or tuple of states of a mix, is then held until the next such call.
@@ -212,9 +213,8 @@ class Jitted(_Recoverable, _BufferMethods):
     """
 
     def __init__(self, buffer: ReplayBuffer | Sharded) -> None:
-        super().__init__()
+        super().__init__(buffer)
         self.buffer: Any = buffer
-        _bind(self, buffer, _METHODS)
 
 
 class JittedMix(_Recoverable, _MixMethods):
@@ -225,9 +225,8 @@ class JittedMix(_Recoverable, _MixMethods):
     """
 
     def __init__(self, mix: Mix) -> None:
-        super().__init__()
+        super().__init__(mix)
         self.mix: Mix = mix
-        _bind(self, mix, _MIX_METHODS)
 
 
 _METHODS = {
@@ -256,14 +255,21 @@ _MIX_METHODS = {
     "size": _reads_numbers,
     "can_sample": _reads_numbers,
 }
+_CHANGING = {
+    name
+    for name, compiler in (_METHODS | _MIX_METHODS).items()
+    if compiler not in (_reads_numbers, _gathers)
+}
 # As `signal`, whose functions make enums: they take 4 us.
 _signal: Any = importlib.import_module("_signal")
 _CALL_FUNCTION_EX = dis.opmap["CALL_FUNCTION_EX"] if sys.version_info < (3, 12) else None
 _STATIC = ("batch_size", "function", "n")  # the names of arguments that are no arrays
 
 
-def _bind(self: Any, buffer: Any, compilers: dict[str, Callable[..., Any]]) -> None:
-    """Sets the compiled methods of `buffer` as attributes of `self`."""
+@compiling.kept_by_description
+def _compiled_methods(buffer: Any) -> dict[str, Callable[..., Any]]:
+    """Returns the methods of `Jitted` or `JittedMix`, which do not wait for interrupts yet."""
+    compilers = _MIX_METHODS if isinstance(buffer, Mix) else _METHODS
     parts = buffer.buffers if isinstance(buffer, Mix) else (buffer,)
     is_on_host = any(on_host(it.buffer if isinstance(it, Sharded) else it) for it in parts)
     methods = {name: getattr(buffer, name) for name in compilers}
@@ -278,6 +284,7 @@ def _bind(self: Any, buffer: Any, compilers: dict[str, Callable[..., Any]]) -> N
         methods["extend"] = functools.partial(buffer._write, "extend", donate=True)
         methods["update_priority"] = functools.partial(buffer._update_priority, donate=True)
         methods["drop"] = functools.partial(buffer._drop, donate=True)
+    compiled: dict[str, Callable[..., Any]] = {}
     for name, method in methods.items():
         parameters = list(inspect.signature(getattr(type(buffer), name)).parameters.values())[2:]
         static = tuple(1 + i for i, each in enumerate(parameters) if each.name in _STATIC)
@@ -285,15 +292,13 @@ def _bind(self: Any, buffer: Any, compilers: dict[str, Callable[..., Any]]) -> N
         run = explained(method if is_on_host else compilers[name](method, static))
         if name == "extend" and not is_on_host:
             run = Lengths().wrapped(run)
-        run = _caller(self, buffer, name, run, parameters) if parameters else run
-        changes_state = compilers[name] not in (_reads_numbers, _gathers)
-        vars(self)[name] = _finish_despite_interrupts(self, name, run) if changes_state else run
+        compiled[name] = _caller(buffer, name, run, parameters) if parameters else run
     for name in {"init", "nbytes", "take"} & set(dir(type(buffer))):
-        vars(self)[name] = getattr(buffer, name)
+        compiled[name] = getattr(buffer, name)
+    return compiled
 
 
 def _caller(
-    self: Any,
     buffer: Any,
     name: str,
     run: Callable[..., Any],
@@ -320,7 +325,8 @@ def _caller(
     prepare = [preparers.get(each.name, copy_array) for each in parameters]
     names = [each.name for each in parameters]
     defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
-    has_priorities, title = "priorities" in names, f"{type(self).__name__}.{name}()"
+    kind = JittedMix if isinstance(buffer, Mix) else Jitted
+    has_priorities, title = "priorities" in names, f"{kind.__name__}.{name}()"
     # The defaults of missing arguments, by the number of arguments given.
     tails: dict[int, tuple[Any, ...]] = {len(names): ()}
     for count in reversed(range(len(names))):
@@ -343,7 +349,7 @@ def _caller(
 
 
 def _finish_despite_interrupts(
-    self: _Recoverable, name: str, method: Callable[..., Any]
+    name: str, method: Callable[..., Any], newest: list[weakref.ref], held: dict[Any, Any]
 ) -> Callable[..., Any]:
     """Wraps a method that changes a state so that an interrupt (SIGINT) waits for its result.
 
@@ -354,14 +360,25 @@ def _finish_despite_interrupts(
     stores the result before. But in Python 3.11, C makes the call `add(*args)`: then the result is
     held until the donated state is dropped, where the caller's variable is assigned.
     """
-    has_sample, is_mix, ref = name == "draw", isinstance(self, JittedMix), weakref.ref
+    has_sample, ref = name == "draw", weakref.ref
     interrupt, get_handler, set_handler = _signal.SIGINT, _signal.getsignal, _signal.signal
+
+    def note(result: Any) -> Any:
+        """Makes the state of `result`, or the states of a mix, the newest, and returns it."""
+        after = result[0] if has_sample else result
+        newest[:] = map(ref, after) if isinstance(after, tuple) else (ref(after),)
+        if held:
+            held.clear()
+        return after
 
     def called(state: Any, *args: Any, **kwargs: Any) -> Any:
         handler = get_handler(interrupt)
         if not callable(handler):  # the system's default, an ignored signal, or a handler in C
-            return method(state, *args, **kwargs)
-        is_over, is_interrupted, newest = False, False, None
+            result = method(state, *args, **kwargs)
+            if threading.current_thread() is threading.main_thread():
+                note(result)
+            return result
+        is_over, is_interrupted, after = False, False, None
 
         def wait(number: int, frame: Any) -> None:
             nonlocal is_interrupted
@@ -378,21 +395,19 @@ def _finish_despite_interrupts(
         try:
             try:
                 result = method(state, *args, **kwargs)
-                newest = result[0] if has_sample else result
-                self._newest = list(map(ref, newest)) if is_mix else [ref(newest)]
-                if self._held:
-                    self._held.clear()
+                after = note(result)
                 caller = sys._getframe(1)
                 if caller.f_code.co_code[caller.f_lasti] == _CALL_FUNCTION_EX:
-                    self._held[ref(state[0] if is_mix else state, self._held.pop)] = newest
+                    before = state[0] if isinstance(after, tuple) else state
+                    held[ref(before, held.pop)] = after
             finally:
                 is_over = True
                 set_handler(interrupt, handler)
                 if is_interrupted:
                     handler(interrupt, sys._getframe())
         except BaseException as error:
-            if newest is not None:
-                self._held = {None: newest}
+            if after is not None:
+                held[None] = after
                 error.add_note("The method had finished: its recover() returns the new state.")
             raise
         return result
@@ -451,16 +466,15 @@ def _size(batch_size: Any) -> int | None:
     return batch_size if batch_size is None else int(batch_size)
 
 
-def _generate(cls: type, source: type, compilers: dict[str, Callable[..., Any]]) -> None:
+def _generate(cls: type, source: type, names: Iterable[str]) -> None:
     """Adds to `cls` the methods of `source` with their signatures, for `help` and the docs."""
-    for name, compiler in compilers.items():
+    for name in names:
 
         def called(self: Any, *args: Any, name: str = name, **kwargs: Any) -> Any:
             return vars(self)[name](*args, **kwargs)
 
-        donates = compiler not in (_reads_numbers, _gathers)
         called.__doc__ = f"Calls `{source.__name__}.{name}`, compiled."
-        called.__doc__ += " The state is donated." if donates else ""
+        called.__doc__ += " The state is donated." if name in _CHANGING else ""
         called.__name__, called.__qualname__ = name, f"{cls.__name__}.{name}"
         vars(called)["__signature__"] = inspect.signature(getattr(source, name))
         setattr(cls, name, called)

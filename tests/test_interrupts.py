@@ -5,6 +5,7 @@ import ctypes
 import gc
 import itertools
 import json
+import operator
 import os
 import pathlib
 import signal
@@ -15,6 +16,7 @@ import threading
 import time
 import weakref
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -367,7 +369,8 @@ def test_the_handler_of_an_interrupt_is_called_after_the_call_and_stays(looped, 
     assert calls == [(signal.SIGINT, True, False)] * (own is note)
     assert (after is None) == (handler == "raising")
     assert raised is None or "recover()" in raised.value.__notes__[0]
-    newest = methods.recover() if after is None else after
+    newest = methods.recover()  # also if no handler can be exchanged
+    assert after is None or newest is after
     assert sorted(methods.buffer.take(newest, jnp.arange(4))["x"].tolist()) == [1, 2, 3, 8]
 
 
@@ -482,3 +485,20 @@ def test_interrupts_at_random_moments_lose_nothing(count, names, tmp_path):
         assert one["errors"] == [], name
         assert one["threads"] == [], name
         assert one["count"] >= count
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["buffer", "mix"])
+def test_the_states_of_equal_buffers_are_not_mistaken_for_each_other(mixed):
+    part, item = jrb.ReplayBuffer(4, batch_size=2, sampler=jrb.Prioritized()), {"x": jnp.ones(())}
+    mix, filled = jrb.Mix((part,) * 2, (0.5, 0.5), batch_size=2), part.add(part.init(item), item)
+
+    def changed(methods):
+        if not mixed:
+            return methods.add(jax.tree.map(jnp.copy, filled), item)
+        return methods.draw(jax.tree.map(jnp.copy, (filled, filled)), 0)[0]
+
+    ours, theirs = (jrb.jitted(mix if mixed else part) for _ in range(2))
+    states = [changed(methods) for methods in (ours, theirs)]
+    for methods, state in zip((ours, theirs), states, strict=True):
+        same = map(operator.is_, *map(jax.tree.leaves, (methods.recover(), state)))
+        assert all(same)
