@@ -24,7 +24,6 @@ from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5, tabular
 from jrb.datasets.reading.names import check, natural_order, to_ted, usual_leaf
 from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, Column, EpisodeTables, Table
-from jrb.keys import within
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,7 @@ class GroupFormat(tabular.EpisodeFormat):
             of T rows.
         own: the names of arrays and groups that the format prescribes; see `to_ted`.
         carried: the first parts of leaves that may have T + 1 rows, such as `observation`.
-        beside: the group of arrays outside of the episodes that the facts report; "" for none.
+        beside: the paths of groups outside of the episodes whose arrays the facts report.
     """
 
     pattern: ClassVar[re.Pattern[str]]
@@ -58,7 +57,7 @@ class GroupFormat(tabular.EpisodeFormat):
     needed: ClassVar[tuple[str, ...]]
     own: ClassVar[tuple[str, ...]]
     carried: ClassVar[tuple[str, ...]] = ()
-    beside: ClassVar[str] = ""
+    beside: ClassVar[tuple[str, ...]] = ()
 
     def groups(self, source: Source) -> list[EpisodeGroup]:
         """Returns the groups of one file after the other, each file's sorted by their numbers."""
@@ -123,7 +122,7 @@ class GroupFormat(tabular.EpisodeFormat):
         return Table(flagged, ends, notes=notes, left_out=left_out)
 
     def file_notes(self, source: Source) -> tuple[str, ...]:
-        """Returns notes on gaps in the groups' numbers, and on arrays outside of all groups."""
+        """Returns notes on gaps in the numbers of groups, and on arrays to which no group leads."""
         notes, outside = list[str](), set[str]()
         for path, neighbours in itertools.groupby(self.groups(source), lambda each: each.path):
             groups = list(neighbours)
@@ -132,8 +131,7 @@ class GroupFormat(tabular.EpisodeFormat):
                 file = os.path.basename(path)
                 notes.append(f"{file}: {missing} numbers are missing between {between}.")
             if hdf5.is_hdf5(path):
-                outside |= hdf5.outside(path, {each.name for each in groups})
-        outside = {name for name in outside if not within(name, self.beside)}
+                outside |= hdf5.outside(path, {*self.beside, *(each.name for each in groups)})
         return (*notes, *tabular.left_out_note(outside))
 
 
@@ -208,7 +206,7 @@ class Robomimic(GroupFormat):
     parent: ClassVar[str] = "data"
     needed: ClassVar[tuple[str, ...]] = ("actions",)
     own: ClassVar[tuple[str, ...]] = (*needed, "obs", "next_obs", "rewards", "dones")
-    beside: ClassVar[str] = "mask"
+    beside: ClassVar[tuple[str, ...]] = ("/mask",)
 
     def files(self, source: Source) -> list[str]:
         """Returns the source, which is one file."""
@@ -241,7 +239,7 @@ class Robomimic(GroupFormat):
             missing = names - {group.name.split("/")[-1] for group in groups}
             if missing:
                 shown = sorted(missing, key=natural_order)[:3] + ["..."] * (len(missing) > 3)
-                lists = f"mask/{key} lists {len(missing)} demonstrations that are not in the file"
+                lists = f"mask/{key} lists {len(missing)} names that no demonstration has"
                 notes.append(f"{lists}: {', '.join(shown)}.")
         return metadata, (*notes, *self.file_notes(source))
 

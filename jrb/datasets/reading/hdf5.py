@@ -8,7 +8,7 @@ from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5d  # pyright: ignore[reportAttributeAccessIssue]: in C
+from h5py import h5d, h5o  # pyright: ignore[reportAttributeAccessIssue]: in C
 
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.reading.names import begins, check, check_names, names_above, refused
@@ -40,34 +40,50 @@ def top(path: Any) -> dict[str, bool]:
         return {}
 
 
-def below(group: h5py.Group, prefix: str = "") -> dict[str, Column]:
+def below(group: h5py.Group) -> dict[str, Column]:
     """Returns all datasets below a group by name (`a/b`), of any dtype.
 
     Soft links within the file are followed. Raises for links, names and datasets that lead out of
     the file, and for groups that contain themselves.
     """
-    path, arrays, is_deep = group.file.filename, dict[str, Column](), prefix.count("/") > _DEPTH
+    path = group.file.filename
+    arrays: dict[str, Column] = {
+        name: _column(path, name, entry) for name, entry in _datasets(group)
+    }
+    check_names(path, arrays)
+    return arrays
+
+
+def _datasets(group: h5py.Group, prefix: str = "") -> Iterator[tuple[str, h5py.Dataset]]:
+    """Yields the name and the dataset of all datasets below a group; see `below`."""
+    path, is_deep = group.file.filename, prefix.count("/") > _DEPTH
     check(not is_deep, path, f"at most {_DEPTH} groups in each other", "more, or one in itself")
     with _refused(path):
         names = list(map(str, _followed(path, group, prefix, _DEPTH)))
     for name in names:
         entry = own(group, prefix + name)
         if isinstance(entry, h5py.Group):
-            arrays |= below(group, f"{prefix}{name}/")
+            yield from _datasets(group, f"{prefix}{name}/")
         elif isinstance(entry, h5py.Dataset):
-            arrays[prefix + name] = _column(path, prefix + name, entry)
-    if not prefix:
-        check_names(path, arrays)
-    return arrays
+            yield prefix + name, entry
 
 
 def outside(path: str, groups: set[str]) -> set[str]:
-    """Returns the names of the datasets of a file that are in none of `groups`, such as `/a/b`."""
-    names = set[str]()
-    with open_file(path) as file:  # links are not visited
-        is_array = lambda entry: isinstance(entry, h5py.Dataset)
-        file.visititems(lambda name, entry: names.update([os.fsdecode(name)] * is_array(entry)))
-    return {name for name in names if groups.isdisjoint(names_above(f"/{name}"))}
+    """Returns the names of the datasets of a file to which none of `groups`, such as `/a`, lead."""
+    names = dict[int, str]()  # by address: links and further names lead to the same one
+
+    def visit(name: bytes | str, entry: Any) -> None:
+        name = os.fsdecode(name)
+        if isinstance(entry, h5py.Dataset) and groups.isdisjoint(names_above(f"/{name}")):
+            names[h5o.get_info(entry.id).addr] = name
+
+    with open_file(path) as file:
+        file.visititems(visit)  # which visits no links
+        for group in map(functools.partial(own, file), groups if names else ()):
+            if isinstance(group, h5py.Group):
+                for _, entry in _datasets(group):
+                    names.pop(h5o.get_info(entry.id).addr, None)
+    return {*names.values()}
 
 
 def _column(path: str, name: str, entry: h5py.Dataset) -> DerivedColumn:

@@ -112,7 +112,7 @@ def test_names_of_lost_demonstrations_are_told(tmp_path):
     masks = {"train": ["demo_10", "demo_1", "demo_7"], "valid": ["demo_0"]}
     dataset = jrb.datasets.open(write(tmp_path / "a", demos_of(0, 2), masks))
     assert dataset.facts["mask/train"].tolist() == [False, True]
-    told = "mask/train lists 2 demonstrations that are not in the file: demo_7, demo_10."
+    told = "mask/train lists 2 names that no demonstration has: demo_7, demo_10."
     assert dataset.notes[1:] == (told,)
 
 
@@ -184,4 +184,88 @@ def test_a_flag_that_only_the_first_has_not_is_an_error(tmp_path):
     with h5py.File(path, "r+") as file:
         del file["data/demo_0/dones"]
     with pytest.raises(ValueError, match="demo_0: expected an array 'dones'"):
+        jrb.datasets.open(path)
+
+
+def linked(source, target):
+    """Returns a function that moves `source` of a file to `target`, with a soft link instead."""
+
+    def move(file):
+        file.move(source, target)
+        file[source] = h5py.SoftLink(f"/{target}")
+
+    return move
+
+
+def linked_twice(file):
+    linked("data/demo_1", "pool/demo")(file)
+    linked("pool/demo/obs", "images/obs")(file)
+    linked("images", "z/images")(file)
+
+
+LINKED = {
+    "leaf": linked("data/demo_1/obs/image", "pool/image"),
+    "group": linked("data/demo_1/obs", "pool/obs"),
+    "demonstration": linked("data/demo_1", "pool/demo"),
+    "inside": linked("data/demo_1", "data/pool"),
+    "twice": linked_twice,
+    "data": linked("data", "v2"),
+    "masks": linked("mask", "splits"),
+    "mask": linked("mask/train", "splits/train"),
+    "two names": lambda file: file.__setitem__("archive", file["data/demo_1"]),
+    "two names of a mask": lambda file: file.__setitem__("archive", file["mask/train"]),
+    "backwards": lambda file: file.__setitem__("again", h5py.SoftLink("/data/demo_1")),
+}
+
+
+@pytest.mark.parametrize("case", LINKED)
+def test_no_note_says_that_arrays_behind_links_are_left_out(tmp_path, case):
+    demos = demos_of(0, 3)
+    path = write(tmp_path / "a", demos, {"train": ["demo_1"]})
+    with h5py.File(path, "r+") as file:
+        LINKED[case](file)
+    dataset = jrb.datasets.open(path)
+    assert len(dataset.notes) == 1 and "'dones'" in dataset.notes[0]
+    assert dataset.facts["mask/train"].tolist() == [False, True, False]
+    check_access(dataset, [expected_of(demo) for demo in demos.values()])
+
+
+def test_arrays_that_no_demonstration_links_to_are_noted(tmp_path):
+    path = write(tmp_path / "a", demos_of(0, 2), {"train": ["demo_1"]})
+    with h5py.File(path, "r+") as file:
+        linked("data/demo_1/obs", "pool/obs")(file)
+        file["pool/other"], file["texts"] = np.zeros(3), np.array(["a"], "S")
+        file["again"] = h5py.SoftLink("/pool/other")
+        file["data/demo_0/text"] = h5py.SoftLink("/texts")  # noted under the name of its leaf
+        file["data/demo_1/text"] = h5py.SoftLink("/texts")
+    left_out = "Left out, as no arrays of numbers for each step: "
+    notes = [note for note in jrb.datasets.open(path).notes if note.startswith(left_out)]
+    assert sorted(notes) == [f"{left_out}'pool/other'.", f"{left_out}'text'."]
+
+
+def test_a_mask_that_is_no_group_is_noted(tmp_path):
+    path = write(tmp_path / "a", demos_of(0, 2))
+    with h5py.File(path, "r+") as file:
+        file["mask"] = np.zeros(3)
+    assert "each step: 'mask'." in jrb.datasets.open(path).notes[-1]
+
+
+def test_names_in_masks_of_links_to_demonstrations_are_noted(tmp_path):
+    path = write(tmp_path / "a", demos_of(0, 2), {"best": ["expert", "demo_0"]})
+    with h5py.File(path, "r+") as file:
+        file["data/expert"] = h5py.SoftLink("/data/demo_1")
+    dataset = jrb.datasets.open(path)
+    assert dataset.facts["mask/best"].tolist() == [True, False]
+    told = "mask/best lists 1 names that no demonstration has: expert."
+    assert dataset.notes[1:] == (told,)
+
+
+@pytest.mark.parametrize("name", ["data/demo_7", "data/demo_0/obs/image", "mask/all"])
+def test_links_that_lead_nowhere_are_refused(tmp_path, name):
+    path = write(tmp_path / "a", demos_of(0, 2), {"train": ["demo_1"]})
+    with h5py.File(path, "r+") as file:
+        if name in file:
+            del file[name]
+        file[name] = h5py.SoftLink("/nothing")
+    with pytest.raises(ValueError, match="expected data in the file itself, got a link that leads"):
         jrb.datasets.open(path)
