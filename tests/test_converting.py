@@ -1,6 +1,8 @@
 """Tests of `convert` in `jrb.rebuild` and `jrb.load`: old replays with new items."""
 
 import dataclasses
+import importlib
+import pathlib
 
 import chex
 import jax
@@ -16,6 +18,7 @@ ITEM = {
     "next": {"observation": jnp.zeros(3), "reward": 0.0, "done": False},
 }
 PRIORITIZED = {"sampler": jrb.Prioritized(), "unit": jrb.NStep(3, discount=0.9)}
+DATA = pathlib.Path(__file__).parent / "data"
 BUFFERS = {
     "prioritized": PRIORITIZED,
     "epochs": {"sampler": jrb.WithoutReplacement(), "unit": jrb.Sequence(3)},
@@ -32,6 +35,11 @@ BUFFERS = {
 
 def cost(item):
     return {**item, "cost": jnp.sum(item["observation"]) + item["next"]["reward"]}
+
+
+def doubled(item):
+    """Adds a leaf that is exact, of one item or of many."""
+    return {**item, "double": 2 * item["observation"]}
 
 
 def rows(seed, *lead):
@@ -252,3 +260,68 @@ def test_a_buffer_that_requires_a_mask_goes_on_with_what_another_saved(tmp_path)
         loaded.add(after, {"x": jnp.int32(5)})
     after = loaded.add(after, {"x": jnp.int32(5)}, mask=jnp.bool_(True))
     assert jrb.items(loaded, after)["x"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["prioritized", "lanes", "best", "queue", "moments"])
+def test_what_orbax_restored_is_converted(name, tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    orbax = importlib.import_module("jrb.checkpoint.orbax")
+    buffer, state = filled(BUFFERS[name])
+    expected = jrb.rebuild(buffer, state, buffer, convert=cost)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.Composite(buffer=orbax.BufferSave(buffer, state)))
+        manager.wait_until_finished()
+        how = ocp.args.Composite(buffer=orbax.BufferRestore())
+        restored, back = manager.restore(1, args=how).buffer
+    after = jrb.rebuild(restored, back, restored, convert=cost)
+    chex.assert_trees_all_equal(after, expected)
+    loaded, again = jrb.load(tmp_path / "1" / "buffer" / "jrb", convert=cost)
+    assert loaded == restored == buffer
+    chex.assert_trees_all_equal(again, expected)
+    assert_continues(buffer, state, restored, after)
+
+
+@pytest.mark.slow
+@pytest.mark.interop
+@pytest.mark.parametrize("capacity", ["as it was", "smaller"])
+@pytest.mark.parametrize("name", ["per_default_1d_wrapped", "default_2d_partial"])
+def test_a_dump_is_converted_before_or_after_it_became_a_state(name, capacity):
+    dump = jrb.checkpoint.read_torchrl(DATA / "torchrl" / name, squeeze=True)
+    envs = dump.info["num_envs"]
+    buffer = jrb.ReplayBuffer(dump.info["capacity"], envs, batch_size=8, cast=True, **PRIORITIZED)
+    new = buffer
+    if capacity == "smaller":
+        new = dataclasses.replace(buffer, capacity=10 * (envs or 1))
+    after = jrb.rebuild(buffer, dump.into(buffer), new, convert=doubled)
+    expected = dump._replace(items=doubled(dump.items)).into(new)
+    chex.assert_trees_all_equal(jrb.items(new, after), jrb.items(new, expected))
+    chex.assert_trees_all_equal(new.priorities(after), new.priorities(expected))
+    item = jax.tree.map(lambda leaf: leaf[0], doubled(dump.items))
+    for number in range(3):
+        one, two = (new.draw(each, jax.random.key(number)) for each in (after, expected))
+        chex.assert_trees_all_equal(one[1], two[1])
+        after, expected = new.add(one[0], item), new.add(two[0], item)
+
+
+@pytest.mark.parametrize("files", [False, True], ids=["device", "files"])
+def test_the_buffer_of_a_dataset_is_converted(files, tmp_path):
+    dataset = jrb.datasets.open(DATA / "minari" / "cartpole-v0")
+    old, new = (jrb.MemmapStorage(tmp_path / n) if files else None for n in ("old", "new"))
+    parts = {"batch_size": 8, "unit": jrb.NStep(3, discount=0.9)}
+    buffer, state = dataset.buffer(episodes=3, storage=old, **parts)
+    target = buffer if new is None else dataclasses.replace(buffer, storage=new)
+    growing = dataclasses.replace(
+        target, capacity=2 * buffer.capacity, writer=jrb.RoundRobin(), storage=jrb.DeviceStorage()
+    )
+    items = doubled(jrb.items(buffer, state))
+    for each in (target, growing):  # as it was, and one that goes on
+        after = jrb.rebuild(buffer, state, each, convert=doubled)
+        chex.assert_trees_all_equal(jrb.items(each, after), items)
+        sample = each.sample(after, jax.random.key(0))
+        extra = sample.data.pop("double")
+        chex.assert_trees_all_equal(extra, 2 * sample.data["observation"])
+        expected = buffer.sample(state, jax.random.key(0))
+        chex.assert_trees_all_equal(sample.data, expected.data)
+    after = growing.add(after, jax.tree.map(lambda leaf: leaf[0], items))
+    assert growing.size(after) == len(items["double"]) + 1
