@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers 
     from jrb._core.validate import CopyWarning as CopyWarning
     from jrb._core.validate import DonatedError as DonatedError
     from jrb._core.validate import PriorityWarning as PriorityWarning
-    from jrb._store.errors import LostWarning as LostWarning
     from jrb._store.errors import StaleError as StaleError
     from jrb.buffer import ReplayBuffer as ReplayBuffer
     from jrb.buffer import from_items as from_items
@@ -80,7 +79,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "_core.debugging": "DebugWarning debug",
     "_core.validate": "CopyWarning DonatedError PriorityWarning",
-    "_store.errors": "LostWarning StaleError",
+    "_store.errors": "StaleError",
     "buffer": "ReplayBuffer from_items",
     "checkpoint": "checkpoint",
     "checkpoint.api": "load save",

@@ -1,8 +1,9 @@
-"""One of several processes that draw from their shards and save them in separate folders.
+"""One of several processes that draw from their shards and save them together.
 
 python -m tests.process_of_shards FOLDER NUMBER COUNT COORDINATOR
 """
 
+import contextlib
 import os
 import pathlib
 import sys
@@ -28,6 +29,7 @@ def story(path):
     import numpy as np
 
     import jrb
+    from tests.small_blocks import small_blocks
 
     rng, mesh = np.random.default_rng(0), jax.make_mesh((DEVICES,), ("data",))
     buffer = jrb.ReplayBuffer(
@@ -36,13 +38,22 @@ def story(path):
     sharded = jrb.Sharded(buffer, S, mesh)
     state = sharded.init(jax.tree.map(lambda leaf: leaf[0], rows(rng)))
     state, before = steps(sharded, state, rng, mesh, range(4))
-    jrb.save(path, sharded, state)
-    kept = rng.bit_generator.state
-    _, after = steps(sharded, state, rng, mesh, range(4, 6))
-    rng.bit_generator.state = kept
-    _, again = steps(sharded, jrb.load(path, sharded)[1], rng, mesh, range(4, 6))
-    jax.tree.map(np.testing.assert_array_equal, again, after)
-    return before, after
+    seen = [before]
+    for start in (4, 6):
+        with small_blocks() if start == 6 else contextlib.nullcontext():
+            jrb.save(path, sharded, state)
+        kept = rng.bit_generator.state
+        later, after = steps(sharded, state, rng, mesh, range(start, start + 2))
+        rng.bit_generator.state = kept
+        loaded = jrb.load(path, sharded)[1]
+        state, again = steps(sharded, loaded, rng, mesh, range(start, start + 2))
+        jax.tree.map(np.testing.assert_array_equal, again, after)
+        seen.append(after)
+    with small_blocks():
+        jrb.save(path, sharded, later)  # the blocks that are new
+    assert jrb.checkpoint.generations(path) == [3]
+    assert jrb.checkpoint.verify(path) == []
+    return seen
 
 
 def rows(rng):

@@ -10,7 +10,7 @@ import shutil
 import numpy as np
 
 from jrb._core import eager, memory, validate
-from jrb._store import files, table, threads
+from jrb._store import blocks, files, threads
 from jrb.checkpoint import hdf5
 
 
@@ -80,7 +80,7 @@ def read_in_pieces(monkeypatch, size, on_device=False):
 
 def verify_in_pieces(monkeypatch, size):
     """Makes verification read `size` bytes at a time."""
-    monkeypatch.setattr(table, "_PIECE", size)
+    monkeypatch.setattr(blocks, "BLOCK", size)
     monkeypatch.setattr(hdf5, "_PIECE", size)
 
 

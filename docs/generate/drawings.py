@@ -133,30 +133,37 @@ def waits() -> str:
 
 
 def commit() -> str:
-    """Places of rows, what the last commit names, and the three steps of the next one."""
-    sheet = Sheet(360, "New rows go to free places; a commit is one file, renamed into place")
-    across = lambda place: 8 + 44.6 * place
-    sheet.text(8, 16, "rows/observation.bin: N = 6 slots, 10 places", "small dim")
-    for place in range(10):
-        style = "one" if place < 6 else "two" if place < 8 else "empty"
-        sheet.box(across(place), 84, 41, 36, style, str(place))
-    sheet.box(8, 30, 264, 30, "one", "generation 7 names these")
-    sheet.line((140, 60), (140, 84))
-    sheet.text(across(6), 72, "two new rows", "small dim")
-    sheet.text(across(6), 140, "free places, in a line", "small dim")
-    sheet.text(8, 140, "6, 7 have the slots of 0, 1", "small dim")
-    sheet.text(8, 186, "save:")
+    """Blocks of an array at positions, what two generations refer to, and the steps of a commit."""
+    sheet = Sheet(408, "Changed blocks go to free positions; a commit is one file, then renamed")
+    across = lambda position: 68 + 38 * position
+    sheet.text(8, 16, "The file of an array of six blocks, 0 to 5", "small dim")
+    sheet.text(60, 44, "refers to", "end small dim")
+    sheet.box(across(0), 26, 224, 28, "one", "generation 7")
+    sheet.line((across(3) - 2, 54), (across(3) - 2, 74))
+    sheet.text(60, 99, "block", "end small dim")
+    sheet.text(60, 128, "position", "end small dim")
+    for position, block in enumerate((0, 1, 2, 3, 4, 5, 0, 1, None, None)):
+        style = "empty" if block is None else "one" if position < 6 else "two"
+        sheet.box(across(position), 76, 34, 34, style, "" if block is None else str(block))
+        sheet.text(across(position) + 17, 128, str(position), "small dim middle")
+    sheet.text(across(6), 66, "0 and 1, changed", "small dim")
+    sheet.text(across(8) + 36, 146, "free", "small dim middle")
+    sheet.line((across(5) - 2, 156), (across(5) - 2, 136))
+    sheet.text(across(2) - 8, 175, "will refer to", "end small dim")
+    sheet.box(across(2), 156, 224, 28, "two", "generation 8")
+    sheet.text(8, 226, "The commit:")
     steps = (
-        ("1  fsync of the rows", "box", "a crash here: generation 7, whole"),
-        ("2  write generation 8", "box", "a crash here: generation 7, whole"),
+        ("1  fsync the arrays", "box", "a crash here: all of generation 7"),
+        ("2  write generation.new", "box", "a crash here: all of generation 7"),
         ("3  rename, fsync the folder", "good", "from here on: generation 8"),
     )
-    for number, (what, style, after) in enumerate(steps):
-        y = 198 + 52 * number
-        sheet.box(8, y, 196, 34, style, what)
-        sheet.text(216, y + 22, after, "small")
+    for number, (step, style, after) in enumerate(steps):
+        y = 238 + 52 * number
+        sheet.box(8, y, 212, 34, style, step)
+        sheet.text(232, y + 22, after, "small")
         if number:
-            sheet.line((106, y - 18), (106, y))
+            sheet.line((114, y - 18), (114, y))
+    sheet.text(8, 398, "Then generation 7 is removed, and positions 0 and 1 are free.", "small dim")
     return sheet.svg()
 
 
@@ -220,7 +227,7 @@ def shards() -> str:
         sheet.line((x + 52, 62), (x + 52, 74))
         sheet.line((x + 52, 100), (x + 52, 112))
         sheet.line((x + 52, 140), (x + 52, 164))
-    sheet.box(8, 164, 443, 26, "two", "all_gather: five numbers of each shard")
+    sheet.box(8, 164, 443, 26, "two", "all_gather: four numbers of each shard")
     sheet.text(
         230, 208, "from them, every shard computes weights over all N items", "middle small dim"
     )

@@ -109,32 +109,40 @@ def view(array: np.ndarray) -> memoryview:
     return memoryview(flat.view(np.uint8)) if flat.size else memoryview(b"")
 
 
-def row_hashes(leaf: Leaf, width: int) -> np.ndarray:
-    """Returns hashes of the rows of an array, computed on its device, uint8 `[rows, 4]`.
+def block_hashes(leaf: Leaf, size: int) -> np.ndarray:
+    """Returns a hash of each block of an array, computed on its device, uint64 `[K]`.
 
     Args:
         leaf: a JAX array, or a `Part` of one; PRNG keys as their words.
-        width: the number of bytes of a row, at least 1.
+        size: the number of bytes of a block, a multiple of those of an element.
     """
-    count = leaf.size * leaf.dtype.itemsize // width
-    if isinstance(leaf, Part):
-        return row_hashes(leaf.array, width)[leaf.index * count :][:count]
-    return np.asarray(_row_hashes(leaf, count)).view(np.uint8).reshape(count, 4)
+    part = (leaf.array, leaf.index) if isinstance(leaf, Part) else (leaf, None)
+    with compat.enable_x64():  # for arrays of 64 bits, and more than 2^31 elements
+        hashes = _block_hashes(*part, size // leaf.dtype.itemsize)
+    return np.ascontiguousarray(hashes).view(np.uint64)[:, 0]
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _block_hashes(leaf: jax.Array, index: int | None, size: int) -> jax.Array:
+    """Returns two sums for each block of `size` elements, uint32 `[K, 2]`."""
     # Each word goes through a bijection that depends on its position. So a change of one word
-    # always changes the sum, and a swap of two words does so except in one case in 2^32.
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
-    if leaf.dtype == jnp.bool_:
-        leaf = leaf.astype(jnp.uint8)
-    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
-    words = lax.bitcast_convert_type(leaf, unsigned).reshape(count, -1).astype(jnp.uint32)
+    # always changes the sums, and a swap of two words does so except in one case in 2^64.
+    flat = (leaf if index is None else leaf[index]).reshape(-1)
+    flat = jnp.pad(flat, (0, -flat.size % size))
+    if jnp.issubdtype(flat.dtype, jnp.complexfloating):
+        flat = jnp.stack([flat.real, flat.imag], axis=-1)
+    if flat.dtype == jnp.bool_:
+        flat = flat.astype(jnp.uint8)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(flat.dtype.itemsize, jnp.uint32)
+    words = lax.bitcast_convert_type(flat, unsigned).astype(jnp.uint32)
+    words = words.reshape(flat.shape[0] // size, -1)
     position = jnp.arange(words.shape[1], dtype=jnp.uint32)[None]
     mixed = (words + position * _ODD[0]) * _ODD[1]
-    return jnp.sum((mixed ^ (mixed >> 15)) * _ODD[2], axis=1, dtype=jnp.uint32)
+    sums = [
+        jnp.sum((mixed ^ (mixed >> bits)) * odd, axis=1, dtype=jnp.uint32)
+        for bits, odd in ((15, _ODD[2]), (13, _ODD[0]))
+    ]
+    return jnp.stack(sums, axis=1)
 
 
 def placed(array: np.ndarray, device: Device = None) -> jax.Array:

@@ -25,10 +25,6 @@ class StaleError(_FileError, ValueError):
     """Rows on the host that a state refers to were overwritten since."""
 
 
-class LostWarning(UserWarning):
-    """Some of the oldest committed rows are gone: the ring wrapped around and overwrote them."""
-
-
 @contextlib.contextmanager
 def refuse_damage(path: str, expected: str) -> Iterator[None]:
     """Turns the errors that code raises when it parses a damaged file into a `DamagedError`."""

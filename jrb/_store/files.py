@@ -81,7 +81,7 @@ def check_links(path: str) -> None:
 class Folder:
     """An open folder; its methods act on it even if it was moved meanwhile.
 
-    Names may have several parts, such as `rows/next/observation.bin`. Links are never followed.
+    Names may have several parts, such as `arrays/items.x-1-1.bin`. Links are never followed.
     """
 
     def __init__(self, path: str) -> None:
@@ -201,31 +201,6 @@ class Folder:
         announce("unlink", self.path_of(name))
         with contextlib.suppress(FileNotFoundError), self._at(name) as (folder, last):
             os.unlink(last, dir_fd=folder)
-
-    def clear(self, name: str, sign: str = "") -> None:
-        """Removes the files of columns in a folder, and the folder if nothing else is in it.
-
-        `sign` is the name of a file by which the folder is recognised; it is removed last.
-        """
-        inside = self.names(name)
-        for path in [f"{name}/{inner}" for inner in inside if inner != sign]:
-            with self._at(path) as (folder, last):
-                mode = os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode
-            if stat.S_ISDIR(mode):
-                self.clear(path)
-            elif path.endswith(".bin"):
-                self.remove(path)
-        if sign in inside:
-            # A crash must not leave files without the sign.
-            self.sync(name)
-            self.remove(f"{name}/{sign}")
-        announce("rmdir", self.path_of(name))
-        try:
-            with self._at(name) as (folder, last):
-                os.rmdir(last, dir_fd=folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-                raise
 
     def sync(self, name: str = ".") -> None:
         """Makes it durable which names were created, renamed and removed in a folder."""

@@ -73,6 +73,41 @@ class Lock:
         _release(self._files, self._process)
 
 
+def share(file: int) -> bool:
+    """Locks an open file for a reader until it is closed; False if it is removed, or soon will be.
+
+    A file is removed by `remove_unless_shared`. Without locks, no process can write.
+    """
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return os.fstat(file).st_nlink > 0
+
+
+def remove_unless_shared(folder: Folder, name: str) -> bool:
+    """Removes a file, and returns True; or returns False, if a reader has it open and locked."""
+    import fcntl
+
+    try:
+        file = folder.open(name)
+    except FileNotFoundError:
+        return True
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        folder.remove(name)  # whoever opens it from now on finds it locked, or without a name
+        return True
+    finally:
+        os.close(file)
+
+
 def _holder(file: int) -> str:
     """Returns, for a message, which process has locked an open file, if the system says so."""
     # A line is such as `1: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF`: process, device and inode.

@@ -1,53 +1,25 @@
 """Removes a folder if every file in it is known to belong to its format; otherwise nothing."""
 
 import contextlib
-import functools
-import glob
 import os
 import re
 from collections.abc import Callable, Iterator
 
-from jrb._store import files, generation, lock
-from jrb._store.errors import LockedError
+from jrb._store import commits, files, lock
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
-from jrb._store.table import NUMBERS, files_of, folder_of
 
 IsOwn = Callable[[str, str], bool]
 """A function `(path of the folder, name below it)`: True if the file belongs to a format."""
 
-_IN_STORE = re.compile(
-    r"lock|generation\.new|generation-\d{12}|rows(-\d+)?/(.+/)?([^/]+\.bin|\.numbers)"
-)
 _LOCK = ".lock"  # names of locks end so in a folder where several processes write
 _MOST = 5  # the most names in an error message
 
 
 def is_of_store(path: str, name: str) -> bool:
     """Returns True if a file in the folder of a store was written by the store."""
-    if not _IN_STORE.fullmatch(name):
-        return False
-    table, _, file = name.partition("/")
-    if not file:
-        return generation.is_own(Folder(path), name)
-    about: list[tuple[int, ...]] = []  # identifies the generation files, as the key of a cache
-    for number in generation.numbers(Folder(path)):
-        with contextlib.suppress(FileNotFoundError):
-            stat = os.lstat(os.path.join(path, generation.name_of(number)))
-            about.append((number, stat.st_ino, stat.st_mtime_ns))
-    return file in _files_of_tables(path, tuple(about)).get(table, {file})
-
-
-@functools.lru_cache(maxsize=8)  # it is called for each file
-def _files_of_tables(path: str, about: tuple[tuple[int, ...], ...]) -> dict[str, set[str]]:
-    """Returns the files of each table, by its folder, according to the generations."""
-    known: dict[str, set[str]] = {}
-    for number, *_ in about:
-        with contextlib.suppress(OSError, ValueError):  # skips damaged generations
-            one = generation.Generation(Folder(path), number)
-            names = known.setdefault(folder_of(one.body["table"]["folder"]), {NUMBERS})
-            names.update(files_of(one.columns))
-    return known
+    is_record = name in (lock.NAME, commits.NEW) or re.fullmatch(commits.PREFIX + "[0-9]{12}", name)
+    return commits.is_array_file(name) or bool(is_record and commits.is_own(Folder(path), name))
 
 
 def remove(path: str, is_own: IsOwn) -> None:
@@ -64,7 +36,7 @@ def locked(path: str, is_own: IsOwn) -> Iterator[None]:
         locks = {name for name in own if name.endswith(_LOCK)}
         for name in own:  # a folder with such files has a lock that writers take
             folder, last = os.path.split(name)
-            if last.startswith((lock.NAME, generation.PREFIX)):
+            if last.startswith((lock.NAME, commits.PREFIX)):
                 locks.add(os.path.join(folder, lock.NAME))
         for folder, name in sorted(map(os.path.split, locks)):
             stack.callback(Lock(Folder(os.path.join(path, folder)), name).release)
@@ -82,7 +54,7 @@ def discard(path: str, is_own: IsOwn) -> None:
     def turn(name: str) -> tuple[int, str]:
         last = os.path.basename(name)
         is_lock = last == lock.NAME or name.endswith(_LOCK)
-        return 2 if is_lock else int(last.startswith(generation.PREFIX)), name
+        return 2 if is_lock else int(last.startswith(commits.PREFIX)), name
 
     names, folders = _below(path)
     for name in sorted((name for name in names if is_own(path, name)), key=turn):
@@ -92,22 +64,6 @@ def discard(path: str, is_own: IsOwn) -> None:
     for name in [*sorted(folders, reverse=True), ""]:
         with contextlib.suppress(OSError):  # something else is in it
             os.rmdir(os.path.join(path, name))
-
-
-def discard_stale(folder: str, prefix: str) -> None:
-    """Removes the temporary stores of this user whose processes have died.
-
-    The system takes the lock of a process back when it ends, however it ends. So whoever gets the
-    lock of a temporary store knows that no process uses it, and that none is removing it.
-    """
-    for path in glob.glob(os.path.join(glob.escape(folder), f"{prefix}*")):
-        with contextlib.suppress(OSError, ValueError, LockedError), contextlib.ExitStack() as stack:
-            # Generation 0 is written under the lock. If it is missing, the store may be so new that
-            # its process has yet to take the lock; or the large files are removed already.
-            is_mine = os.lstat(path).st_uid == os.getuid() and not os.path.islink(path)
-            if is_mine and generation.numbers(Folder(path)) == [0]:
-                stack.callback(Lock(Folder(path)).release)
-                discard(path, is_of_store)
 
 
 def _checked(path: str, is_own: IsOwn) -> list[str]:

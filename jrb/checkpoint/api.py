@@ -11,10 +11,8 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
-from jrb._store import files, opening
-from jrb._store import generation as generation_files
-from jrb._store.errors import DamagedError, StaleError
-from jrb._store.opening import Progress, no_progress
+from jrb._store import block_store, commits, files
+from jrb._store.block_store import BlockStore, Progress, no_progress
 from jrb._store.threads import Worker
 from jrb._util import checks
 from jrb._util.wording import escaped_errors, printable
@@ -24,7 +22,7 @@ from jrb.checkpoint import descriptions, loading, manifest, saving, schema
 from jrb.checkpoint.descriptions import Several
 from jrb.checkpoint.external_items import Hook, Inward, Outward
 from jrb.checkpoint.loading import OpenedCheckpoint
-from jrb.checkpoint.saving import AnySnapshot, ExtraData, Job
+from jrb.checkpoint.saving import AnySnapshot, SaveJob
 from jrb.migrate import rebuild
 from jrb.mix import AnyState, Mix
 from jrb.sharding import Sharded
@@ -123,7 +121,7 @@ def save(
         with saving.reading(saved):
             _hdf5().save(path, saved, compression)
         return 0
-    return save_snapshot(path, saved, keep, saving.extra_data(extra, copy=False), out)
+    return save_snapshot(path, saved, keep, saving.extra_arrays(extra), out)
 
 
 def _check_options(layout: str, compression: Any, keep: int, out: Outward) -> None:
@@ -147,38 +145,31 @@ def _check_options(layout: str, compression: Any, keep: int, out: Outward) -> No
         )
 
 
-_NO_EXTRA, _PLAIN, _AS_SAVED = ExtraData(), Outward(), Inward()
+_PLAIN, _AS_SAVED = Outward(), Inward()
 
 
 def save_snapshot(
     path: str,
     saved: AnySnapshot,
     keep: int,
-    extra: ExtraData = _NO_EXTRA,
+    extra: dict[str, Any] | None = None,
     out: Outward = _PLAIN,
 ) -> int:
     """Saves now, and returns the number of the generation. Writes of other threads wait."""
     # Rows on the host are not overwritten by other threads until all of them are written.
-    with saving.reading(saved), _new_job(path, saved, keep, extra, out) as job:
+    with saving.reading(saved), _new_job(path, saved, extra, out) as job:
         job.open(copy=False)
         return job.finish(keep)
 
 
-def _new_job(path: str, saved: AnySnapshot, keep: int, extra: ExtraData, out: Outward) -> Job:
+def _new_job(path: str, saved: AnySnapshot, extra: dict[str, Any] | None, out: Outward) -> SaveJob:
     """Returns the job of a save, which has not taken its lock yet."""
-    # Rows of a storage at its own path are in their files already, and only have to be committed.
-    if saved.lies_at(path):
-        if not out.is_plain:
-            raise ValueError(
-                "encode, items: expected none for the path of the storage itself, whose rows are "
-                "there already, as they are. Save to another path."
-            )
-        if keep:
-            raise ValueError(
-                "keep: expected 0 for the path of the storage itself, where there is room for one "
-                f"generation, got {keep}. Save to another path to keep older ones."
-            )
-    return saving.job(path, saved, extra, out)
+    if saved.lies_at(path) and not out.is_plain:
+        raise ValueError(
+            "encode, items: expected none for the path of the storage itself, whose rows are there "
+            "already, as they are. Save to another path."
+        )
+    return SaveJob(path, saved, extra, out)
 
 
 def _hdf5() -> ModuleType:
@@ -196,19 +187,21 @@ class Save:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._job: Job | None = None  # None again when the save is over
+        self._job: SaveJob | None = None  # None again when the save is over
         self._worker = Worker(compat.with_settings(self._finish), "jrb-save")
         self._was_raised = False  # True once `wait` has raised the error
 
-    def _begin(self, path: str, saved: AnySnapshot, extra: ExtraData, out: Outward) -> None:
+    def _begin(
+        self, path: str, saved: AnySnapshot, extra: dict[str, Any] | None, out: Outward
+    ) -> None:
         """Copies what will be written, and starts the thread if anything is left to be done."""
         try:
             with saving.reading(saved):
-                self._job = _new_job(path, saved, self._keep, extra, out)
-                self._job.open(copy=True)
+                self._job = _new_job(path, saved, extra, out)
                 # A commit only syncs files and writes one: it is done here, so that nothing has to
                 # be copied.
                 is_commit = saved.lies_at(path)
+                self._job.open(copy=not is_commit)
                 if is_commit:
                     self._finish()
             if not is_commit:
@@ -278,9 +271,9 @@ def save_async(
         raise ValueError(f"{path}: expected a folder, got a file of HDF5. jrb.save writes it.")
     _check_options("native", None, keep, out)
     saved = saving.snapshot(buffer, state, "save_async")
-    copied = saving.extra_data(extra, copy=True)
+    arrays = saving.extra_arrays(extra)
     save = _running[os.path.realpath(path)] = Save(keep)
-    save._begin(path, saved, copied, out)
+    save._begin(path, saved, arrays, out)
     atexit.unregister(_wait_for_all)
     atexit.register(_wait_for_all)  # called before the finalizers that close the files of the save
     return save
@@ -542,17 +535,18 @@ def load_generation(
     back: Inward = _AS_SAVED,
 ) -> Any:
     """Returns a description and its state; and the saved `extra`, if there is an example of it."""
-    # Another process may commit and remove this generation while it is read: then try the next.
-    folder = opening.folder_at(path)
-    while True:
-        newest = generation_files.last(folder)
-        try:
-            checkpoint = OpenedCheckpoint(path, manifest.open_generation(path, number))
-            besides = () if extra is None else (loading.extra(checkpoint, extra),)
-            return *loading.load(checkpoint, buffer, example, device, back), *besides
-        except (DamagedError, FileNotFoundError, StaleError):
-            if number is not None or generation_files.last(folder) == newest:
-                raise  # else the next generation has come meanwhile
+    # The generation does not expire before the store is closed; a storage on disk keeps it open.
+    store = BlockStore.open_to_read(path, number)
+    checkpoint = OpenedCheckpoint(path, store, store.meta)
+    try:
+        besides = () if extra is None else (loading.extra(checkpoint, extra),)
+        loaded = *loading.load(checkpoint, buffer, example, device, back), *besides
+    except BaseException:
+        store.close()
+        raise
+    if store.meta.get("kind") != saving.STORE:
+        store.close()
+    return loaded
 
 
 def _settled(path: Path) -> str:
@@ -579,7 +573,11 @@ def _is_file(path: str) -> bool:
 def generations(path: Path) -> list[int]:
     """Returns the numbers of the generations that a checkpoint has, oldest first; 0 for HDF5."""
     path = _settled(path)
-    return [_hdf5().metadata(path)["generation"]] if _is_file(path) else manifest.numbers(path)
+    return (
+        [_hdf5().metadata(path)["generation"]]
+        if _is_file(path)
+        else commits.numbers(commits.folder_at(path))
+    )
 
 
 @escaped_errors()
@@ -635,5 +633,5 @@ def verify(path: Path, progress: Progress = no_progress) -> list[str]:
         FileNotFoundError: there is no checkpoint.
     """
     path = _settled(path)
-    check = _hdf5().verify if _is_file(path) else manifest.damages
+    check = _hdf5().verify if _is_file(path) else block_store.damages
     return list(map(printable, check(path, progress)))

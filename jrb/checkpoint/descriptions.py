@@ -20,7 +20,6 @@ from jrb._store.errors import DamagedError
 from jrb._util import casting, pytree
 from jrb._util.pytree import DType, PyTree
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import manifest
 from jrb.mix import Mix
 from jrb.sharding import Sharded
 from jrb.types import Item, StatefulTransform, Storage
@@ -32,8 +31,6 @@ Json = Any
 
 Several = Any
 """A `ReplayBuffer`, a `Mix`, a `Sharded`, or a dict or tuple of them."""
-
-_LONGEST = 200  # bytes of the name of a folder
 
 
 class UnknownError(ValueError):
@@ -61,15 +58,6 @@ def check(buffer: Several, method: str) -> None:
         if not isinstance(name, str):
             raise TypeError(f"{method}: expected names of buffers, got the key {name!r}.")
         check(part, method)
-    # Some file systems do not distinguish names that differ only in capital letters.
-    folders = {name: manifest.folder_name(name) for name in each(buffer)}
-    lower = [folder.lower() for folder in folders.values()]
-    for name, folder in folders.items():
-        if len(folder) > _LONGEST or lower.count(folder.lower()) > 1:
-            raise ValueError(
-                f"save: buffer {name[:80]!r}: expected a name of at most {_LONGEST} bytes that no "
-                "other has in small letters, as it becomes that of a folder. Rename it."
-            )
 
 
 def each(buffer: Several) -> dict[str, Any]:
@@ -312,7 +300,9 @@ def encode_structure(tree: Item) -> Json:
 
 def _encode_node(tree: Item) -> Json:
     if isinstance(tree, jax.ShapeDtypeStruct):
-        return {"leaf": [dtype_name(tree.dtype), list(tree.shape)]}
+        raw = casting.raw_spec(tree)
+        nbytes = raw.size * raw.dtype.itemsize  # for those who read the file without JAX
+        return {"leaf": [dtype_name(tree.dtype), list(tree.shape), nbytes]}
     if tree is None:
         return {"none": True}
     if type(tree) is dict and all(isinstance(key, str | int) for key in tree):
@@ -329,7 +319,7 @@ def _encode_node(tree: Item) -> Json:
 def decode_structure(node: Json) -> Any:
     """Returns the pytree of `jax.ShapeDtypeStruct`s that was encoded."""
     if "leaf" in node:
-        name, shape = node["leaf"]
+        name, shape, _ = node["leaf"]
         return jax.ShapeDtypeStruct(tuple(shape), dtype_of(name))
     if "none" in node:
         return None

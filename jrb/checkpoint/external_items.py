@@ -1,4 +1,4 @@
-"""Items that are not saved as rows of the state's leaves, but encoded by a function or left out.
+"""Items that are not saved as arrays of the state, but encoded by a function, left out, or objects.
 
 K items, N capacity, V the number of buffers in a state under `vmap`. Slot s of buffer v is row
 v * N + s. Items here are NumPy arrays `[K, ...]` in their own structure and dtypes, keys as their
@@ -16,18 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import eager, memory, steps
-from jrb._store import table
-from jrb._store.generation import Generation
-from jrb._store.store import Store
-from jrb._store.table import Column
+from jrb._store.block_store import BlockStore, Source, run_all
+from jrb._store.blocks import NO_POSITION, BlockArray, checksum_of, is_zero, rows_per_block
+from jrb._store.commits import SmallArray
+from jrb._store.errors import DamagedError
 from jrb._util import casting, pytree
 from jrb._xla.compiling import by_description
 from jrb.checkpoint import descriptions, schema
-from jrb.checkpoint.schema import Snapshot, StateRows
+from jrb.checkpoint.schema import Snapshot
 from jrb.state import Buffer, BufferState, Device
 from jrb.storages import DeviceStorage
 from jrb.storages.device import next_observation_rows, shared_leaves
 from jrb.storages.host_rows import bytes_of
+from jrb.storages.memmap import ITEMS, no_rows
 from jrb.types import Item
 from jrb.types.messages import PartState
 
@@ -42,7 +43,10 @@ Hook = Callable[[Any], Any]
 Pieces = Iterable[tuple[np.ndarray, list[np.ndarray]]]
 """Pairs of the indices of rows, and the leaves of the rows' items."""
 
-_BLANK, _COLUMN = ".blank", "items/"
+DIGESTS = ".items"
+"""The name of the array with a checksum of each chunk of items as they were before `encode`."""
+
+_WITNESSES = 5  # chunks in which a function would show that has changed under the same name
 _NOWHERE = 2**31 - 1  # a slot that is in no array
 
 
@@ -153,78 +157,126 @@ class Items:
         # The read is compiled for each length: take powers of two.
         padded = np.zeros(1 << max(len(slots) - 1, 0).bit_length(), np.int32)
         padded[: len(slots)] = slots
-        items = steps.take(self._saved.plain, state[1], jnp.asarray(padded))
+        items = steps.take(self._saved.buffer, state[1], jnp.asarray(padded))
         return [np.asarray(casting.raw(leaf))[: len(slots)] for leaf in jax.tree.leaves(items)]
 
 
-@dataclasses.dataclass(frozen=True)
-class EncodedRows(StateRows):
-    """Rows that a function makes of items.
+class EncodedItems:
+    """The arrays that a function makes of the items of a state, a chunk of rows at a time.
 
-    They are written as the exclusive or with the row that the function makes of an item of zeros.
-    So rows that were never written are zeros, as in all other stores.
+    All arrays have one block for each chunk. A chunk of zeros, such as slots that were never
+    written, is not encoded, and has no blocks: an empty buffer of 10^6 slots costs nothing. With
+    the arrays goes a checksum of each chunk as it was before the function, so that a later save
+    encodes only chunks that have changed.
 
     Attributes:
-        items: the items that are encoded.
-        encode: the function.
-        blank: its result for an item of zeros, uint8 `[1, width]` for each column.
-        structure: the specs of its result for one item.
+        form: the metadata of the items.
     """
 
-    _: dataclasses.KW_ONLY
-    items: Items
-    encode: Hook
-    blank: list[np.ndarray]
-    structure: Any
+    form: dict[str, Any]
 
-    def take(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Returns the bytes of rows `[B]` of each column, uint8 `[B, width]`."""
-        items = self.items.take(rows)
-        # Items of zeros are not encoded, so that an empty buffer of 10^6 slots costs nothing.
-        if all(table.is_zero(leaf) for leaf in _bytes(jax.tree.leaves(items))):
-            return [np.zeros((len(rows), column.width), np.uint8) for column in self.columns]
-        leaves = _bytes(_checked(self.encode(items), self.structure, len(rows), "encode"))
-        return _differences(leaves, self.blank)
-
-    def fingerprints(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Returns the bytes of the items `[B]` as they are, without calling the function."""
-        return _bytes(jax.tree.leaves(self.items.take(rows)))
-
-    def witnesses(self, store: Store, rows: np.ndarray) -> np.ndarray:
-        """Returns the newest rows and some others, in which a changed function would show."""
-        # A function that has changed, under the same name, shows in recent items first.
-        newest = rows[np.argsort(store.numbers(rows), kind="stable")[-256:]]
-        return np.union1d(newest, rows[:: max(1, len(rows) // 256)])
-
-    @property
-    def width(self) -> int:
-        """The bytes of an encoded row, or of its item, whichever are more."""
-        return max(super().width, pytree.nbytes(self.items.spec))
-
-    @property
-    def form(self) -> dict[str, Any]:
-        """The metadata of the items."""
-        return {
+    def __init__(self, saved: Snapshot, encode: Hook) -> None:
+        if not callable(encode):
+            raise TypeError(f"encode: expected a function, got {encode!r}.")
+        self._items, self._encode = Items(saved), encode
+        self._num_rows = saved.count * saved.buffer.capacity
+        self._reach = self._num_rows if not saved.views else saved.views[0].rows.reach
+        # The function's result for an item of zeros shows the shapes and dtypes of all results.
+        spec = self._items.spec
+        one = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), spec)
+        output = jax.tree.map(np.asarray, encode(one))
+        self._structure = _structure_of(output)
+        blank = _bytes(_checked(output, self._structure, 1, "encode"))
+        self.form = {
             "kind": ENCODED,
-            "encode": _name_of(self.encode),
-            "structure": descriptions.encode_structure(self.structure),
-            "blank": zlib.crc32(self.arrays[_BLANK]),
+            "encode": _name_of(encode),
+            "structure": descriptions.encode_structure(self._structure),
+            "blank": zlib.crc32(b"".join(leaf.tobytes() for leaf in blank)),
         }
+        widest = max(pytree.nbytes(spec), *(leaf.shape[1] for leaf in blank))
+        self._chunk = rows_per_block(self._num_rows, widest)
 
-    @property
-    def arrays(self) -> dict[str, bytes]:
-        """The arrays that are written with the rows."""
-        return {_BLANK: b"".join(leaf.tobytes() for leaf in self.blank)}
+    def arrays(self, store: BlockStore, prefix: str) -> dict[str, BlockArray]:
+        """Returns the arrays of the store that have the encoded items, by name."""
+        sources = encoded_sources(self._structure, self._num_rows)
+        named = {prefix + name: source for name, source in sources.items()}
+        return {name: store.array(name, source, self._chunk) for name, source in named.items()}
+
+    def put(
+        self, arrays: dict[str, BlockArray], last: SmallArray | None, copy: bool
+    ) -> tuple[Callable[[], None], SmallArray]:
+        """Encodes the chunks that have changed; returns a function that writes them, and digests.
+
+        Args:
+            arrays: the arrays in which they are written.
+            last: the digests of the save whose items these arrays have, if its form was the same.
+            copy: False writes at once.
+        """
+        num_chunks, num_written = (-(-n // self._chunk) for n in (self._num_rows, self._reach))
+        digests, before = np.zeros(num_chunks, np.uint64), np.zeros(num_chunks, np.uint64)
+        if last is not None:
+            before = np.frombuffer(last.data, np.uint64)
+        if last is None or self._has_changed(arrays, before):
+            before = ~digests  # the digest of no chunk, so that everything is written
+        writes: list[Callable[[], None]] = []
+        for chunk in range(num_written):
+            items = self._take(chunk)
+            leaves = _bytes(jax.tree.leaves(items))
+            if not all(map(is_zero, leaves)):
+                digests[chunk] = checksum_of(_concatenated(leaves)) or 1  # 0 is that of zeros
+            if digests[chunk] != before[chunk]:
+                blocks = self._encoded(chunk, items) if digests[chunk] else None
+                writes.append(functools.partial(_write, arrays, chunk, blocks))
+                if not copy:
+                    writes.pop()()
+        later = num_written + np.flatnonzero(before[num_written:])
+        writes += [functools.partial(_write, arrays, chunk, None) for chunk in later.tolist()]
+        if not copy:
+            run_all(writes)
+            writes = []
+        return lambda: run_all(writes), SmallArray([], digests.tobytes())
+
+    def _take(self, chunk: int) -> Any:
+        stop = min((chunk + 1) * self._chunk, self._num_rows)
+        return self._items.take(np.arange(chunk * self._chunk, stop))
+
+    def _encoded(self, chunk: int, items: Any) -> list[tuple[np.ndarray, int]]:
+        """Returns the block of each array for a chunk, and its checksum."""
+        count = min((chunk + 1) * self._chunk, self._num_rows) - chunk * self._chunk
+        leaves = _bytes(_checked(self._encode(items), self._structure, count, "encode"))
+        return [(leaf.reshape(-1), checksum_of(leaf.reshape(-1))) for leaf in leaves]
+
+    def _has_changed(self, arrays: dict[str, BlockArray], before: np.ndarray) -> bool:
+        """Returns True if the function gives for saved items something else than before."""
+        saved = np.flatnonzero(before)
+        for chunk in saved[:: -(-len(saved) // _WITNESSES) or 1].tolist():
+            items = self._take(chunk)
+            if checksum_of(_concatenated(_bytes(jax.tree.leaves(items)))) == before[chunk]:
+                checksums = [checksum for _, checksum in self._encoded(chunk, items)]
+                if checksums != [array.checksums.item(chunk) for array in arrays.values()]:
+                    return True
+        return False
 
 
-def encoded(saved: Snapshot, encode: Hook) -> EncodedRows:
-    """Returns the rows that a function makes of the items of a state."""
-    if not callable(encode):
-        raise TypeError(f"encode: expected a function, got {encode!r}.")
-    items, capacity = Items(saved), saved.plain.capacity
-    # The function's result for an item of zeros shows the shapes and dtypes of all results.
-    one = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), items.spec)
-    output = jax.tree.map(np.asarray, encode(one))
+def _write(
+    arrays: dict[str, BlockArray], chunk: int, blocks: list[tuple[np.ndarray, int]] | None
+) -> None:
+    """Writes the block of each array for a chunk; None for a chunk of zeros, which has none."""
+    if blocks is None:
+        for array in arrays.values():
+            array.clear_block(chunk)
+        return
+    for array, (data, checksum) in zip(arrays.values(), blocks, strict=True):
+        array.write_blocks([(chunk, data, checksum)])
+
+
+def _concatenated(leaves: list[np.ndarray]) -> np.ndarray:
+    """Returns the bytes of all leaves in one array."""
+    return np.concatenate([leaf.reshape(-1) for leaf in leaves])
+
+
+def _structure_of(output: Any) -> Any:
+    """Returns the specs of one row of a function's result for one item; raises if it is none."""
     if not jax.tree.leaves(output):
         raise ValueError("encode: expected arrays, got none. To leave items out, pass items=False.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(output):
@@ -236,27 +288,24 @@ def encoded(saved: Snapshot, encode: Hook) -> EncodedRows:
                 f"{where}: expected one row for each of K items, got shape {leaf.shape} for one."
             )
     structure = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), output)
+    if not pytree.nbytes(structure):
+        raise ValueError("encode: expected arrays with elements, got empty ones.")
     if "unknown" in descriptions.encode_structure(structure):
         raise ValueError(
             "encode: expected arrays in dicts, lists, tuples, or classes that this program has "
             f"defined, got {jax.tree.structure(structure)}."
         )
-    blank = _bytes(_checked(output, structure, 1, "encode"))
-    parts = {"items": items, "encode": encode, "blank": blank, "structure": structure}
-    columns = _columns(structure, saved.count * capacity)
-    return EncodedRows(columns, (), (), saved.count, capacity, **parts)
+    return structure
 
 
-def _columns(structure: Any, count: int) -> tuple[Column, ...]:
-    """Returns the columns of `count` encoded rows."""
-    return tuple(
-        Column.of(
-            _COLUMN + name,
-            (descriptions.dtype_name(leaf.dtype), str([count, *leaf.shape])),
-            leaf.size * leaf.dtype.itemsize,
-        )
-        for name, leaf in schema.by_name(structure).items()
-    )
+def encoded_sources(structure: Any, count: int) -> dict[str, Source]:
+    """Returns the arrays of `count` encoded rows, by name."""
+    sources = {}
+    for name, leaf in schema.by_name(structure).items():
+        kind = [descriptions.dtype_name(leaf.dtype), str([count, *leaf.shape])]
+        width = leaf.size * leaf.dtype.itemsize
+        sources[ITEMS + name] = Source(kind, f"leaf '{ITEMS}{name}'", count, width, no_rows)
+    return sources
 
 
 def _checked(output: Any, specs: Any, count: int, who: str) -> list[np.ndarray]:
@@ -273,6 +322,13 @@ def _checked(output: Any, specs: Any, count: int, who: str) -> list[np.ndarray]:
     return arrays
 
 
+def in_parts(rows: np.ndarray, width: int) -> Iterator[np.ndarray]:
+    """Yields parts of `rows`, each of about `schema.PIECE` bytes; a row has `width` bytes."""
+    step = max(1, schema.PIECE // max(width, 1))
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step]
+
+
 def _bytes(leaves: list[np.ndarray]) -> list[np.ndarray]:
     return [bytes_of(leaf, len(leaf)) for leaf in leaves]
 
@@ -285,43 +341,23 @@ def viewed(rows: list[np.ndarray], specs: list[Any]) -> list[np.ndarray]:
     ]
 
 
-def _differences(leaves: list[np.ndarray], blank: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns the exclusive or of rows and a blank row: to the written form of rows, and back."""
-    pairs = zip(leaves, blank, strict=True)
-    return [leaf if table.is_zero(zero) else leaf ^ zero for leaf, zero in pairs]
-
-
 def decoded(
-    path: str,
-    store: Store,
-    generation: Generation,
-    form: dict[str, Any],
-    spec: Item,
-    decode: Hook,
+    path: str, arrays: list[BlockArray], form: dict[str, Any], spec: Item, decode: Hook
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    """Yields indices of rows and the leaves of their decoded items; may skip items of zeros."""
+    """Yields indices of rows and the leaves of their decoded items; skips items of zeros."""
     with descriptions.read_from(path):
         structure = descriptions.decode_structure(form["structure"])
-        columns, specs = _columns(structure, store.slots), jax.tree.leaves(structure)
-    item_spec, widths = host_spec(spec), [column.width for column in columns]
-    # The encoded item of zeros is stored as one row of all columns.
-    row = generation.array(_BLANK, np.uint8)
-    blank = np.split(row[None], np.cumsum(widths)[:-1], axis=1)
-
-    def back(leaves: list[np.ndarray], count: int) -> list[np.ndarray]:
-        rows = jax.tree.unflatten(jax.tree.structure(structure), viewed(leaves, specs))
-        return _checked(decode(rows), item_spec, count, "decode")
-
-    # Slots that were never written are blank on the disk: their items are the decoded blank row.
-    zero = back(blank, 1)
-    is_zero = all(map(table.is_zero, _bytes(zero)))
-    width = max(pytree.nbytes(item_spec), pytree.nbytes(structure))
-    for piece in schema.in_parts(np.arange(store.slots), width):
-        if not store.is_blank(piece):
-            rows = store.take(store.version, [piece] * len(columns))
-            yield piece, back(_differences(rows, blank), len(piece))
-        elif not is_zero:
-            yield piece, [np.repeat(leaf, len(piece), axis=0) for leaf in zero]
+    specs, item_spec = jax.tree.leaves(structure), host_spec(spec)
+    if len(arrays) != len(specs):
+        raise DamagedError(f"{path}: expected {len(specs)} arrays of items, got {len(arrays)}.")
+    for chunk in range(arrays[0].spec.num_blocks):
+        # A width of 0 takes no block: that of another array says if there is a chunk.
+        if all(array.positions[chunk] == NO_POSITION for array in arrays):
+            continue
+        start, stop = arrays[0].spec.rows_of(chunk, chunk)
+        rows = [array.read_block(chunk).reshape(stop - start, -1) for array in arrays]
+        leaves = jax.tree.unflatten(jax.tree.structure(structure), viewed(rows, specs))
+        yield np.arange(start, stop), _checked(decode(leaves), item_spec, stop - start, "decode")
 
 
 # Back into a state.
@@ -339,7 +375,7 @@ def restored(
         host_rows, version = view.rows, view.version
         for slots, leaves in pieces:
             # Rows that are not written read as zeros, and take no disk.
-            if not all(map(table.is_zero, _bytes(leaves))):
+            if not all(map(is_zero, _bytes(leaves))):
                 raws = zip(leaves, host_rows.raw, strict=True)
                 words = [leaf.view(raw.dtype) for leaf, raw in raws]
                 version = host_rows.put(version, slots, *words)
@@ -424,9 +460,9 @@ def kept_form(saved: Snapshot) -> dict[str, Any]:
             "by one, or with their items."
         )
     # In the order of `jrb.items`, whose result the user will pass to `load`.
-    slots = in_order(saved.plain, saved.state.writer)
+    slots = in_order(saved.buffer, saved.state.writer)
     form: dict[str, Any] = {"kind": KEPT, "count": len(slots)}
-    if not saved.plain.storage.of_objects:
+    if not saved.buffer.storage.of_objects:
         form["sums"] = _sums(jax.tree.leaves(Items(saved).take(slots[_witnesses(len(slots))])))
     return form
 
@@ -455,5 +491,5 @@ def kept_pieces(
                 f"{path}: items: leaf '{name}': expected the items that were held, oldest first, "
                 f"got others. {MEND}"
             )
-    parts = schema.in_parts(np.arange(len(slots)), pytree.nbytes(spec))
+    parts = in_parts(np.arange(len(slots)), pytree.nbytes(spec))
     return ((slots[part], [leaf[part] for leaf in leaves]) for part in parts)

@@ -21,7 +21,6 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -32,10 +31,10 @@ import numpy as np
 
 from jrb._core import eager
 from jrb._store import files
+from jrb._store.block_store import Progress, no_progress
 from jrb._store.errors import DamagedError, refuse_damage
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
-from jrb._store.opening import Progress, no_progress
 from jrb._util import casting, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions, loading, manifest, saving, schema
@@ -48,7 +47,7 @@ from jrb.mix import Description
 from jrb.state import BufferState, Device
 from jrb.types import Item
 
-FORMAT, VERSION = manifest.HDF5, 1
+FORMAT, VERSION = manifest.HDF5, 2
 _SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
 _PIECE = 4 << 20  # bytes that are checked at a time
 _MOST_JSON = 64 << 20  # bytes
@@ -204,7 +203,7 @@ def load(
             return _read(file, buffer, example, device)
 
     try:
-        return loading.narrowed(load_to, path, buffer is not None, device, cast)
+        return loading.load_with_cast(load_to, path, buffer is not None, device, cast)
     except (OSError, KeyError, RuntimeError, IndexError) as error:
         raise DamagedError(f"{path}: expected a checkpoint in HDF5, got {error!r}.") from error
 
@@ -242,10 +241,11 @@ def _about(file: h5py.File) -> dict[str, Any]:
         raise _not_ours(file.filename)
     if not isinstance(version, np.integer) or version < 1:
         raise DamagedError(f"{file.filename}: expected a version from 1, got {version!r}.")
-    if version > VERSION:
+    if version != VERSION:
+        cure = "install it" if version > VERSION else "load it with that one, and save it again"
         raise ValueError(
-            f"{file.filename}: expected version {VERSION} or older, got version {version}. A newer "
-            "jrb wrote this; install that one."
+            f"{file.filename}: expected version {VERSION} of the format, got version {version}. "
+            f"Another version of jrb wrote this; {cure}."
         )
     text = _array(file, "jrb", jax.ShapeDtypeStruct((), np.uint8), None).tobytes()
     with refuse_damage(file.filename, "JSON in 'jrb'"):
@@ -341,23 +341,14 @@ def metadata(path: str) -> dict[str, Any]:
     # The seal is not checked here, as that would read the whole file: the JSON may be damaged.
     with refuse_damage(path, "the metadata of a checkpoint"):
         facts, kind = about["facts"], about["kind"]
-        items = _leaves_of(about["items"], "storage")
+        items = manifest.leaves_of(about["items"], "storage")
         leaves = {
-            name: f"{dtype}{[facts['capacity'], *shape]}" for name, (dtype, shape) in items.items()
+            name: f"{dtype}{[facts['capacity'], *shape]}"
+            for name, (dtype, shape, _) in items.items()
         }
         blank = {"encode": None, "extra": None, "parts": {}, "items": "rows", "generation": 0}
         nbytes = os.path.getsize(path)
         return {"kind": kind, "leaves": leaves, "nbytes": nbytes, **facts, **blank}
-
-
-def _leaves_of(node: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns dtypes and shapes of the leaves in a file's structure of items, by name."""
-    if "leaf" in node:
-        return {name: node["leaf"]}
-    entries = [*node.get("dict", ()), *node.get("fields", ())]
-    entries += enumerate(chain(*(node.get(kind, ()) for kind in ("list", "tuple", "leaves"))))
-    parts = (_leaves_of(inner, f"{name}/{key}") for key, inner in entries)
-    return dict(chain.from_iterable(part.items() for part in parts))
 
 
 def verify(path: str, progress: Progress = no_progress) -> list[str]:

@@ -1,8 +1,7 @@
-"""Loads states from stores: checks names and kinds of leaves first, then rows and arrays."""
+"""Loads states from stores: checks names and kinds of arrays first, then reads them."""
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,67 +9,81 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import migrate
-from jrb._core import eager, memory
-from jrb._core.packed import RowOrder
-from jrb._store import generation, opening, table
-from jrb._store.errors import DamagedError, LostWarning
-from jrb._store.generation import Generation, Location
-from jrb._store.store import Store
+from jrb._core import memory
+from jrb._store.block_store import BlockStore, run_all
+from jrb._store.blocks import aligned
+from jrb._store.errors import DamagedError
 from jrb._util import casting, pytree
 from jrb._xla import compat
 from jrb.checkpoint import descriptions, external_items, manifest, objects, saving, schema
 from jrb.checkpoint.descriptions import Several
 from jrb.checkpoint.external_items import Inward, Pieces
 from jrb.checkpoint.manifest import EXTRA
-from jrb.checkpoint.schema import BEYOND, PackedLeaf
 from jrb.mix import Description, Mix
 from jrb.sharding import Sharded
 from jrb.state import Buffer, BufferState, Device
 from jrb.storages import host_rows
-from jrb.storages.memmap import StoreRows, columns
+from jrb.storages.memmap import ITEMS, StoreRows, item_sources
 from jrb.types import Item
 
 
 @dataclasses.dataclass(frozen=True)
 class OpenedCheckpoint:
-    """A generation of a checkpoint that is being loaded.
+    """A generation that is being loaded, or a part of it.
 
     Attributes:
         path: the path of its folder, as the user gave it.
-        generation: the open generation.
-        promised: for a part, a function that returns the number of the part's generation to which
-            the newest common generation refers; None if it is not a part.
+        store: the opened generation.
+        meta: the metadata of the state.
+        prefix: the beginning of the names of its arrays.
     """
 
     path: str
-    generation: Generation
-    promised: Callable[[], int | None] | None = None
-
-    @functools.cached_property
-    def store(self) -> Store:
-        """The store of its rows, of which none has been read."""
-        store = opening.store_of(self.generation)
-        store.promised = self.promised
-        return store
-
-    @functools.cached_property
-    def meta(self) -> dict[str, Any]:
-        """The metadata of the state."""
-        return self.generation.meta
+    store: BlockStore
+    meta: dict[str, Any]
+    prefix: str = ""
 
     def part(self, name: str) -> "OpenedCheckpoint":
-        """Returns the opened checkpoint of a part, which is one of several buffers."""
-        one = manifest.part(self.path, self.generation, name)
+        """Returns one of several buffers."""
+        prefix = manifest.prefix_of(self.prefix, name)
+        return OpenedCheckpoint(self.path, self.store, self.meta["parts"][name], prefix)
 
-        def promised() -> int | None:
-            # Looked up at each call, as there may be a newer common generation by then.
-            folder = opening.folder_at(self.path)
-            newest = generation.last(folder) if self.promised is None else self.promised()
-            named = {} if newest is None else manifest.readable_generations(folder, newest)
-            return named.get(name)
+    def names(self) -> list[str]:
+        """Returns the names of its arrays, without the prefix."""
+        names = (*self.store.arrays, *self.store.small)
+        return [it.removeprefix(self.prefix) for it in names if it.startswith(self.prefix)]
 
-        return OpenedCheckpoint(manifest.path_of(self.path, name), one, promised)
+    def kind(self, name: str) -> tuple[Any, int]:
+        """Returns the kind of an array, and its bytes."""
+        name = self.prefix + name
+        if name in self.store.small:
+            return self.store.small[name].kind, len(self.store.small[name].data)
+        spec = self.store.arrays[name].spec
+        return spec.kind, spec.rows * spec.width
+
+    def fill(self, name: str, target: np.ndarray) -> None:
+        """Fills an array of the same number of bytes with the saved ones, and checks them."""
+        name, data = self.prefix + name, memory.view(target)
+        if not len(data):
+            return
+        if name in self.store.small:
+            data[:] = self.store.small[name].data
+        else:
+            width = self.store.arrays[name].spec.width
+            self.store.read({name: np.frombuffer(data, np.uint8).reshape(-1, width)})
+
+    def array(self, name: str, spec: Any) -> np.ndarray:
+        """Returns an array like a spec."""
+        array = np.empty(spec.shape, spec.dtype)
+        self.fill(name, array)
+        return array
+
+    def check_items(self) -> None:
+        """Raises `DamagedError` if a block of the arrays of items is damaged."""
+        prefix, arrays = self.prefix + ITEMS, self.store.arrays.items()
+        items = [array for name, array in arrays if name.startswith(prefix)]
+        blocks = [(array, block) for array in items for block in range(array.spec.num_blocks)]
+        run_all([functools.partial(array.check_block, block) for array, block in blocks])
 
 
 # Several buffers, and the shards of one.
@@ -85,9 +98,8 @@ def load(
     path, meta, kind = checkpoint.path, checkpoint.meta, str(checkpoint.meta.get("kind"))
     if kind not in (manifest.MIX, manifest.SHARDED, manifest.SEVERAL):
         load_to = lambda device: _load(checkpoint, given, example, device, back)
-        return narrowed(load_to, path, given is not None, device, back.cast)
-    # Each part is loaded from the generation that the common one refers to, not from its newest.
-    names = list(manifest.generations(checkpoint.generation))
+        return load_with_cast(load_to, path, given is not None, device, back.cast)
+    names = list(meta.get("parts", {}))
     buffers = examples = dict.fromkeys(names)
     if kind == manifest.SEVERAL:
         whole = _shaped(meta["forms"]["buffer"], dict.fromkeys(names))
@@ -100,6 +112,7 @@ def load(
         cls = Mix if kind == manifest.MIX else Sharded
         saved = descriptions.matched(path, meta["buffer"], plain, cls)
         whole = saved if given is None else given
+        names = whole.names() if isinstance(whole, Sharded) else names
         buffers = buffers if given is None else descriptions.each(given)
         examples = dict.fromkeys(names, example)
     decodes = descriptions.hook_for_each(whole, back.decode, "load: decode functions")
@@ -137,7 +150,7 @@ def _shaped(form: Any, parts: dict[str, Any]) -> Any:
 # One buffer.
 
 
-def narrowed(
+def load_with_cast(
     load: Callable[[Device], tuple[Any, Any]], path: str, given: bool, device: Device, cast: bool
 ) -> tuple[Any, Any]:
     """Loads a buffer and its state; with `cast`, converts items that JAX would not keep."""
@@ -152,14 +165,14 @@ def narrowed(
         if not isinstance(wide, BufferState) or wide.edits.ndim:
             raise TypeError(f"{path}: cast: expected a single state, got states under vmap.")
         saved = schema.snapshot(buffer, wide)
-        slots = external_items.in_order(saved.plain, wide.writer)
+        slots = external_items.in_order(saved.buffer, wide.writer)
         items = external_items.Items(saved).take(slots)
-        state = external_items.without(saved.plain, saved.state)
+        state = external_items.without(saved.buffer, saved.state)
     narrow = lambda leaf: leaf if casting.is_keys(leaf.dtype) else casting.kept(leaf, "load")
     spec = jax.tree.map(narrow, saved.spec)
     leaves = jax.tree.leaves(casting.kept(items, "load"))
     buffer = schema.loadable(buffer, given and not schema.is_at(path, buffer))
-    parts = schema.in_parts(np.arange(len(slots)), pytree.nbytes(spec))
+    parts = external_items.in_parts(np.arange(len(slots)), pytree.nbytes(spec))
     pieces = ((slots[part], [leaf[part] for leaf in leaves]) for part in parts)
     want = schema.blank(buffer, spec)
     state = external_items.restored(buffer, want, state, spec, pieces, device)
@@ -174,154 +187,111 @@ def _load(
     back: Inward,
 ) -> tuple[Any, Any]:
     """Returns the description and the state of one buffer."""
-    path, store, meta = checkpoint.path, checkpoint.store, checkpoint.meta
+    path, meta = checkpoint.path, checkpoint.meta
     form, kind = meta.get("form") or {}, meta.get("kind")
     back.check(path, form)
     if kind not in (saving.BUFFER, saving.STORE):
         raise ValueError(f"{path}: expected a checkpoint of a buffer, got one of kind {kind!r}.")
     buffer, spec = schema.fitting(path, meta, given, example)
-    is_kept = form.get("kind") == external_items.KEPT
     if kind == saving.STORE:
         return _reopened(checkpoint, buffer, spec, device, back.verify)
     buffer = schema.loadable(buffer, given is not None)
     want = schema.batched(schema.blank(buffer, spec), tuple(meta["batch"]))
-    on_host = schema.is_on_host(buffer)
-    opening.check(store, rows=on_host or bool(form))  # else they are checked when read
+    arrays = external_items.without(schema.without_host_items(buffer), want) if form else want
+    state = _restored(checkpoint, arrays, device)
+    is_kept = form.get("kind") == external_items.KEPT
+    slots = external_items.in_order(buffer, state.writer) if is_kept else None
+    if buffer.storage.of_objects:
+        data = None
+        if slots is None:
+            data = checkpoint.store.array_bytes(checkpoint.prefix + objects.ARRAY).data
+        storage = objects.restored(path, data, buffer, slots, back.items, device)
+        return buffer, state.replace(storage=storage)
     pieces: Pieces
-    if form:
-        seen = external_items.without(schema.on_device(buffer), want)
-        state = _restored(checkpoint, seen, device, in_rows=False)
-        slots = external_items.in_order(buffer, state.writer) if is_kept else None
-        if buffer.storage.of_objects:
-            saved = checkpoint.generation
-            storage = objects.restored(path, saved, buffer, slots, back.items, device)
-            return buffer, state.replace(storage=storage)
-        if slots is not None:
-            pieces = external_items.kept_pieces(path, form, slots, spec, back.items)
-        else:
-            saved = checkpoint.generation
-            pieces = external_items.decoded(path, store, saved, form, spec, back.decode)
+    if slots is not None:
+        pieces = external_items.kept_pieces(path, form, slots, spec, back.items)
+    elif form:
+        pieces = _decoded(checkpoint, form, spec, back.decode)
+    elif schema.is_on_host(buffer):
+        checkpoint.check_items()
+        pieces = _host_rows(checkpoint, buffer, spec)
     else:
-        state = _restored(checkpoint, want, device, with_rows=not on_host)
-        if not on_host:
-            return buffer, state
-        pieces = _all_rows(store, spec)  # copied unchanged, except zeros that were never written
+        return buffer, state
     return buffer, external_items.restored(buffer, want, state, spec, pieces, device)
 
 
-def _all_rows(store: Store, spec: Item) -> Pieces:
+def _decoded(checkpoint: OpenedCheckpoint, form: dict[str, Any], spec: Item, decode: Any) -> Pieces:
+    """Returns the pieces of encoded items, in the order of their rows."""
+    checkpoint.check_items()
+    prefix, arrays = checkpoint.prefix + ITEMS, checkpoint.store.arrays
+    some = [array for name, array in arrays.items() if name.startswith(prefix)]
+    return external_items.decoded(checkpoint.path, some, form, spec, decode)
+
+
+def _host_rows(checkpoint: OpenedCheckpoint, buffer: Buffer, spec: Item) -> Pieces:
     """Yields all slots up to the last one written, and their items, a few megabytes at a time."""
     specs = jax.tree.leaves(external_items.host_spec(spec))
-    width = sum(column.width for column in store.table.columns)
-    for slots in schema.in_parts(np.arange(store.reach), width):
-        rows = store.take(store.version, [slots] * len(store.table.columns))
-        yield slots, external_items.viewed(rows, specs)
+    arrays = _item_arrays(checkpoint, spec, buffer.capacity)
+    written = [np.flatnonzero(array.positions >= 0)[-1:] for array in arrays]
+    ends = [
+        (int(last[0]) + 1) * it.spec.block
+        for it, last in zip(arrays, written, strict=True)
+        if len(last)
+    ]
+    reach = min(max(ends, default=0), buffer.capacity)
+    for slots in external_items.in_parts(np.arange(reach), pytree.nbytes(spec)):
+        yield slots, external_items.viewed([array.read_rows(slots) for array in arrays], specs)
 
 
-# A state of its leaves.
+def _item_arrays(checkpoint: OpenedCheckpoint, spec: Item, capacity: int) -> list[Any]:
+    """Returns the arrays of the leaves of items; raises unless they are those of the spec."""
+    sources = item_sources(spec, capacity)
+    names = [name for name in checkpoint.names() if name.startswith(ITEMS)]
+    expected = {name: (source.kind, source.rows * source.width) for name, source in sources.items()}
+    got = {name: checkpoint.kind(name) for name in names}
+    if got != expected:
+        raise DamagedError(f"{checkpoint.path}: expected the items {expected}, got {got}.")
+    return [checkpoint.store.arrays[checkpoint.prefix + name] for name in sources]
 
 
-def _restored(
-    checkpoint: OpenedCheckpoint,
-    want: BufferState,
-    device: Device,
-    in_rows: bool = True,
-    with_rows: bool = True,
-) -> BufferState:
-    """Returns the saved state of the specs `want`, with its arrays on a device.
+# A state of its arrays.
 
-    With `in_rows=False`, none of its leaves is saved in rows; with `with_rows=False`, leaves that
-    are in rows are left empty.
-    """
-    # Files have no nodes of trees and no packed arrays, which depend on backend and version.
+
+def _restored(checkpoint: OpenedCheckpoint, want: BufferState, device: Device) -> BufferState:
+    """Returns the saved state of the specs `want`, with its arrays on a device."""
+    # Files have no nodes of trees, which depend on the backend.
     specs = schema.with_tree_leaves(want)
-    leaves = schema.by_name(schema.named(specs))
-    places = _places(checkpoint, leaves, in_rows)
-    inside: dict[int, tuple[Any, dict[str, Any]]] = {}  # arrays, and the leaves that are in them
+    leaves = schema.by_name(specs)
+    _check_arrays(checkpoint, leaves, schema.labels(want))
+    placed: list[Any] = []
     for name, leaf in leaves.items():
-        spec = specs.storage.arrays[leaf.array] if isinstance(leaf, PackedLeaf) else leaf
-        inside.setdefault(id(spec), (spec, {}))[1][name] = leaf
-    placed: dict[int, Any] = {}
-    for spec, its in inside.values():
-        raw, (first, *_) = casting.raw_spec(spec), its
-        if places[first] is not None and not with_rows:
-            placed[id(spec)] = np.zeros(0, np.uint8)
-            continue
+        raw = casting.raw_spec(leaf)
         # Aligned, so that XLA takes this memory on the host without a copy.
-        array = table.aligned(raw.shape, raw.dtype)
-        if array.size:
-            order = specs.storage.order if isinstance(its[first], PackedLeaf) else RowOrder()
-            _fill(checkpoint, array, its, places, order, int(np.prod(want.edits.shape, dtype=int)))
-        placed[id(spec)] = casting.wrapped(memory.placed(array, device), spec.dtype)
-    return schema.with_trees(want, jax.tree.map(lambda leaf: placed[id(leaf)], specs))
+        array = aligned(raw.shape, raw.dtype)
+        checkpoint.fill(name, array)
+        placed.append(casting.wrapped(memory.placed(array, device), leaf.dtype))
+    return schema.with_trees(want, jax.tree.unflatten(jax.tree.structure(specs), placed))
 
 
-def _places(
-    checkpoint: OpenedCheckpoint, leaves: dict[str, Any], in_rows: bool
-) -> dict[str, Location | None]:
-    """Returns the location of each leaf in the rows; None for leaves that are saved as arrays."""
-    path, arrays = checkpoint.path, checkpoint.generation.arrays
-    locations = checkpoint.generation.leaves if in_rows else {}
-    names = {name for name in (*locations, *arrays) if not name.startswith(".")}
-    names = {name for name in names if not name.endswith(BEYOND)}
-    # Both a leaf that is missing, and a leaf that the state does not have, are errors.
+def _check_arrays(
+    checkpoint: OpenedCheckpoint, leaves: dict[str, Any], labels: dict[str, str]
+) -> None:
+    """Raises unless the saved arrays are these leaves; nothing is allocated before."""
+    path = checkpoint.path
+    names = {name for name in checkpoint.names() if not name.startswith((".", ITEMS))}
     odd = sorted(leaves.keys() ^ names)
     if odd:
         raise DamagedError(
             f"{path}: leaf '{odd[0]}': expected the leaves {list(leaves)}, got {sorted(names)}."
         )
     for name, leaf in leaves.items():
-        location = locations.get(name)
-        kind = tuple(arrays[name]["kind"]) if location is None else location.leaf.kind
         raw = casting.raw_spec(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        size = raw.size * raw.dtype.itemsize
-        array = name if location is None else name + BEYOND
-        saved = arrays[array]["size"] if array in arrays else 0
-        saved += 0 if location is None else location.leaf.width * checkpoint.store.slots
-        if kind != schema.kind_of(leaf) or saved != size:
+        size, (kind, saved) = raw.size * raw.dtype.itemsize, checkpoint.kind(name)
+        if tuple(kind) != schema.kind_of(leaf) or saved != size:
             raise DamagedError(
-                f"{path}: leaf '{name}': expected {schema.kind_of(leaf)} of {size} bytes, got "
-                f"{kind} of {saved} bytes."
+                f"{path}: leaf '{labels.get(name, name)}': expected {schema.kind_of(leaf)} of "
+                f"{size} bytes, got {kind} of {saved} bytes."
             )
-    return {name: locations.get(name) for name in leaves}
-
-
-def _fill(
-    checkpoint: OpenedCheckpoint,
-    array: np.ndarray,
-    leaves: dict[str, Any],
-    places: dict[str, Location | None],
-    order: RowOrder,
-    buffers: int,
-) -> None:
-    """Fills an array with the saved bytes of its leaf, or of the leaves that are packed in it."""
-    store, saved = checkpoint.store, checkpoint.generation
-    first, location = next((name, places[name]) for name in leaves)
-    if location is None:
-        saved.read(first, memory.view(array))
-        return
-    is_packed = isinstance(leaves[first], PackedLeaf)
-    own = schema.packed_column(leaves).leaves if is_packed else (location.leaf,)
-    width = sum(leaf.width for leaf in own)
-    target = np.frombuffer(memory.view(array), np.uint8).reshape(buffers, -1, width)
-    capacity = store.slots // buffers
-    if first + BEYOND in saved.arrays:  # more rows than there are slots
-        target[:, capacity:] = saved.array(first + BEYOND, np.uint8).reshape(buffers, -1, width)
-    column = store.table.columns[location.column].leaves
-    # If file and array have the same leaves in each row, the file is read directly into the array.
-    is_alike = [(leaf.name, leaf.width) for leaf in column] == [(it.name, it.width) for it in own]
-    if is_alike and order.envs is None and capacity == target.shape[1]:
-        store.read_columns({location.column: target.reshape(store.slots, width)})
-        return
-    # Otherwise the leaves were packed differently when they were saved: copy them one by one.
-    for name, leaf in leaves.items():
-        part, location = leaf.part if is_packed else slice(0, width), places[name]
-        if location is None:
-            raise DamagedError(f"{checkpoint.path}: leaf '{name}': expected rows, got an array.")
-        store.sums.check_column(location.column)
-        for slots in schema.in_parts(np.arange(store.slots), part.stop - part.start, memory.PIECE):
-            piece = store.take_column(store.version, location.column, slots, location.part)
-            target[(*np.divmod(order.places(slots, capacity), capacity), part)] = piece
 
 
 # From the path of a storage.
@@ -331,54 +301,16 @@ def _reopened(
     checkpoint: OpenedCheckpoint, buffer: Buffer, spec: Item, device: Device, verify: bool
 ) -> tuple[Any, Any]:
     """Returns the buffer and its state as they were committed; the first write takes the lock."""
-    store = checkpoint.store
     # The folder may have been moved since.
     if not schema.is_at(checkpoint.path, buffer):
         buffer = dataclasses.replace(buffer, storage=buffer.storage.at(checkpoint.path))
-    slots, want, stored = store.slots, columns(spec), checkpoint.generation.columns
-    expected = [(leaf.name, leaf.width) for column in want for leaf in column.leaves]
-    got = [(leaf.name, leaf.width) for column in stored for leaf in column.leaves]
-    if slots != buffer.capacity or len(stored) != len(want) or got != expected:
-        raise DamagedError(
-            f"{checkpoint.path}: expected {buffer.capacity} rows of "
-            f"{[name for name, _ in expected]}, found {slots} of {[name for name, _ in got]}."
-        )
+    _item_arrays(checkpoint, spec, buffer.capacity)
     if verify:
-        opening.check(store, rows=True)
-    specs = schema.blank(buffer, spec).replace(storage=None)
-    state = _restored(checkpoint, specs, device, in_rows=False)
-    state = _without_lost(checkpoint, buffer, spec, state) if len(store.lost) else state
-    view = host_rows.view(StoreRows(store, spec, buffer.writer.is_chronological), store.version)
+        checkpoint.check_items()
+    state = _restored(checkpoint, schema.blank(buffer, spec), device)
+    view = host_rows.view(StoreRows(checkpoint.store, buffer.capacity, spec))
     state = external_items.attach(buffer, state, view)
     return buffer, state if device is None else jax.device_put(state, device)
-
-
-def _without_lost(
-    checkpoint: OpenedCheckpoint, buffer: Buffer, spec: Item, state: BufferState
-) -> BufferState:
-    """Returns the state without its oldest rows, up to the newest one that is lost."""
-    store, ring = checkpoint.store, buffer.ring
-    held = buffer.writer.held(ring, state.writer)
-    is_held = np.asarray(held.holds(ring, jnp.asarray(store.lost, jnp.int32)))
-    lost = jnp.asarray(store.lost[is_held])
-    if not lost.size:
-        return state
-    counts = np.zeros(ring.envs, np.int32)
-    # In each environment, all rows up to the newest lost one are removed, as rings have no gaps.
-    np.maximum.at(counts, np.asarray(lost % ring.envs), np.asarray(held.before(ring, lost)) + 1)
-    if not buffer.writer.per_env:
-        # One clock for all: rows leave for all environments together.
-        counts = np.full_like(counts, counts.max())
-    warnings.warn(
-        f"{checkpoint.path}: {counts.sum()} of the {int(held.size)} items that generation "
-        f"{store.generation} had are gone, the oldest ones: more was written after it than there "
-        "is room for beside the ring, and not saved. Save more often, or make the storage with a "
-        "larger spare_fraction=.",
-        LostWarning,
-        stacklevel=2,
-    )
-    count = counts if buffer.writer.per_env else counts[0]
-    return eager.expire(migrate.writable(buffer), state, spec, count)
 
 
 # Parameters and other data of the user.
@@ -386,7 +318,6 @@ def _without_lost(
 
 def extra(checkpoint: OpenedCheckpoint, example: Item) -> Any:
     """Returns the saved `extra`, each leaf as a number or an array like that of the example."""
-    opening.check_saved(checkpoint.generation)
     path, names = checkpoint.path, checkpoint.meta.get("extra")
     if names is None:
         raise ValueError(
@@ -400,16 +331,16 @@ def extra(checkpoint: OpenedCheckpoint, example: Item) -> Any:
             f"{path}: extra: leaf '{odd[0].removeprefix(EXTRA)}': expected the leaves {saved}, "
             f"got an example with {list(examples)}."
         )
-    leaves = [_extra_leaf(checkpoint.generation, *each) for each in examples.items()]
+    leaves = [_extra_leaf(checkpoint, *each) for each in examples.items()]
     return jax.tree.unflatten(jax.tree.structure(example), leaves)
 
 
 _SORTS = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating, complex: jnp.complexfloating}
 
 
-def _extra_leaf(saved: Generation, name: str, example: Any) -> Any:
+def _extra_leaf(saved: OpenedCheckpoint, name: str, example: Any) -> Any:
     """Returns a Python number, a NumPy array, or a JAX array on the device of the example."""
-    kind = saved.arrays[EXTRA + name]["kind"]
+    kind, _ = saved.kind(EXTRA + name)
     is_spec = isinstance(example, jax.ShapeDtypeStruct)
     spec: Any = example if is_spec else saving.extra_array(name, example)
     sort = next((sort for type_, sort in _SORTS.items() if isinstance(example, type_)), None)
@@ -424,7 +355,7 @@ def _extra_leaf(saved: Generation, name: str, example: Any) -> Any:
             f"an example of {list(schema.kind_of(spec))}."
         )
     raw = casting.raw_spec(spec)
-    array = saved.array(EXTRA + name, raw.dtype).reshape(raw.shape)
+    array = saved.array(EXTRA + name, raw)
     if sort is not None:
         return type(example)(array.item())
     if isinstance(example, np.ndarray | np.generic):

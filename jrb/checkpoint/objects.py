@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._store.errors import DamagedError
-from jrb._store.generation import Generation
 from jrb._util import casting, wording
 from jrb.checkpoint import descriptions, external_items
 from jrb.checkpoint.schema import Snapshot
@@ -22,12 +21,14 @@ from jrb.state import Buffer, Device
 KIND, FORM = "objects", {"kind": "objects", "format": "msgpack"}
 """The kind and the metadata of items that are objects."""
 
-_ARRAY = ".objects"
+ARRAY = ".objects"
+"""The name of the array in which objects are saved."""
+
 _TUPLE, _NUMPY, _SCALAR, _JAX = range(4)  # msgpack's extension types
 
 
-def arrays_of(saved: Snapshot) -> dict[str, bytes]:
-    """Returns the array, by its name, in which the objects of a state are saved."""
+def packed_objects(saved: Snapshot) -> bytes:
+    """Returns the objects of a state as one array of bytes."""
     buffer, slots = saved.buffer, external_items.in_order(saved.buffer, saved.state.writer)
     blobs = [b""] * buffer.capacity
     values = buffer.storage.stored(saved.stored, slots)
@@ -40,7 +41,7 @@ def arrays_of(saved: Snapshot) -> dict[str, bytes]:
                 f"save: {where}: expected lists and dicts that end, got one that holds itself, or "
                 "is too deep."
             ) from error
-    return {_ARRAY: _pack(blobs)}
+    return _pack(blobs)
 
 
 def _packable(value: Any, where: str) -> Any:
@@ -99,15 +100,15 @@ def _pack(value: Any) -> bytes:
 
 def restored(
     path: str,
-    saved: Generation,
+    data: Any,
     buffer: Buffer,
     slots: np.ndarray | None,
     items: Any,
     device: Device,
 ) -> Any:
-    """Returns the storage's state with the saved objects; if `slots` are given, with `items`."""
+    """Returns the storage's state with the saved objects, or with `items` at the given slots."""
     if slots is None:
-        slots, objects = _saved_objects(path, saved, device)
+        slots, objects = _saved_objects(path, data, device)
     else:
         objects, mend = items, external_items.MEND
         if not isinstance(items, list | tuple):
@@ -120,10 +121,10 @@ def restored(
     return buffer.storage.put_values(state, None, slots, list(objects)) if len(slots) else state
 
 
-def _saved_objects(path: str, saved: Generation, device: Device) -> tuple[np.ndarray, list[Any]]:
+def _saved_objects(path: str, data: Any, device: Device) -> tuple[np.ndarray, list[Any]]:
     """Returns the slots that have objects, and the objects."""
     try:
-        blobs = _unpack(saved.array(_ARRAY, np.uint8).data, device)
+        blobs = _unpack(data, device)
         # No object packs to an empty blob: None has a byte.
         slots = np.array([slot for slot, blob in enumerate(blobs) if blob], np.int64)
         return slots, [_unpack(blobs[slot], device) for slot in slots]

@@ -41,7 +41,7 @@ from jrb._util import wording
 from jrb._util.pytree import Leaf
 from jrb.checkpoint import api, saving
 from jrb.checkpoint.external_items import Outward
-from jrb.checkpoint.saving import ExtraData
+from jrb.checkpoint.saving import SaveJob
 
 ocp: Any = wording.require("orbax.checkpoint", "orbax")
 if TYPE_CHECKING:  # Orbax has no types
@@ -120,7 +120,7 @@ class BufferSave(_Args):
         saved = saving.snapshot(self.buffer, self.state)
         with saving.reading(saved):
             # Made and thrown away: its checks raise here, before Orbax has started a thread.
-            saving.job("", saved, ExtraData(), Outward())
+            SaveJob("", saved, None, Outward())
         if jax.process_count() > 1:
             raise NotImplementedError(
                 f"save: expected a program of one process, got {jax.process_count()}. Save the "

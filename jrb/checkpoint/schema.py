@@ -1,8 +1,7 @@
-"""States in the form in which they are saved: leaves by name, their specs, and rows.
+"""States in the form in which they are saved: named arrays, and what a file says of them.
 
-N capacity, V the number of buffers in a state under `vmap`. A packed array is saved by the names of
-the leaves of items in it, a sum-tree as its leaves, and an item's leaf on the host as a `HostLeaf`.
-Slot s of buffer v is row v * N + s of a checkpoint.
+N capacity. Each leaf of a state is an array, named by its path, such as `sampler/raw`; a sum-tree
+is saved as its leaves. Items on the host have an array for each leaf, `items/observation`.
 """
 
 import contextlib
@@ -10,27 +9,27 @@ import dataclasses
 import datetime
 import functools
 import importlib
+import math
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeGuard
 
 import jax
 import jax.core
 import jaxlib.version
 import numpy as np
-from jax.typing import DTypeLike
 
 from jrb import sum_tree
 from jrb._core import eager, memory, packed, validate
 from jrb._core.host_proxy import HostStorageProxy
-from jrb._core.packed import LeafSlice, PackedLeaves, RowOrder
-from jrb._store import table
-from jrb._store.store import Store
-from jrb._store.table import Column
+from jrb._core.packed import LeafSlice, PackedLeaves
+from jrb._store.block_store import Source
+from jrb._store.blocks import BLOCK
+from jrb._store.commits import SmallArray
 from jrb._util import casting, display, pytree
-from jrb._util.pytree import Leaf, PyTree
+from jrb._util.pytree import Leaf, PyTree, SpecKey
 from jrb._xla import compat
 from jrb._xla.compiling import kept_by_description
 from jrb.buffer import ReplayBuffer
@@ -40,66 +39,17 @@ from jrb.state import Buffer, BufferState
 from jrb.storages import DeviceStorage, HostArrays
 from jrb.storages.host_rows import HostView
 from jrb.storages.memmap import StoreArrays
-from jrb.types import Context, Item
+from jrb.types import Item
 from jrb.types.messages import PartState
 
 PIECE = 16 << 20
 """The bytes of rows that are copied at a time."""
 
-BEYOND = "#beyond"
-"""The suffix of the name of an array that has the rows of a leaf beyond the first N."""
+SMALL = 1 << 16
+"""The most bytes of an array that each generation holds itself, and that each save writes."""
 
 
-# Leaves.
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedLeaf:
-    """A leaf of items that is stored in a packed array, as the bytes `part` of each row."""
-
-    array: str
-    part: slice
-    shape: tuple[int, ...]
-    dtype: DTypeLike
-
-
-@dataclasses.dataclass(frozen=True)
-class HostLeaf:
-    """A leaf `[N, ...]` of items on the host; `number` is its index in a view of the rows."""
-
-    view: HostView
-    number: int
-    shape: tuple[int, ...]
-    dtype: DTypeLike
-
-    def rows(self, slots: np.ndarray) -> np.ndarray:
-        """Returns the bytes of some rows, uint8 `[B, width]`."""
-        return self.view.rows.read_leaf(self.view.version, self.number, slots)
-
-
-def named(state: Any) -> Any:
-    """Returns a state, or its specs, with a `PackedLeaf` in place of each packed leaf of items."""
-    storage = state.storage
-    if not isinstance(storage, PackedLeaves):
-        return state
-    if any(array is None for array in storage.arrays.values()):
-        return state  # the items were left out
-
-    def leaf(it: Any) -> Any:
-        if not isinstance(it, LeafSlice):
-            return it
-        size, shape = np.dtype(it.words).itemsize, storage.shape(it)
-        part = slice(it.start * size, it.stop * size)
-        return _column(lambda dtype: PackedLeaf(it.words, part, shape, dtype), it.dtype)
-
-    return state.replace(storage=jax.tree.map(leaf, storage.places, is_leaf=packed.is_column))
-
-
-def _column(make: Any, dtype: Any) -> Any:
-    """Returns `make(dtype)`; for a small dtype, a `SmallColumn` made of its words' dtype."""
-    if not packed.is_small(dtype):
-        return make(dtype)
-    return packed.SmallColumn(make(packed.word_dtype(dtype)), np.dtype(dtype))
+# Leaves as named arrays.
 
 
 def by_name(tree: PyTree) -> dict[str, Any]:
@@ -144,16 +94,60 @@ def with_trees(want: PyTree, state: PyTree) -> Any:
     return jax.tree.map(whole, want, state, is_leaf=sum_tree.is_tree)
 
 
+def sources_of(tree: PyTree, prefix: str = "") -> tuple[dict[str, Source], dict[str, SmallArray]]:
+    """Returns the large arrays of a state in named form, and the small ones."""
+    large, small = {}, {}
+    names = labels(tree)
+    nodes = lambda part: part.nodes if sum_tree.is_tree(part) else part
+    owners = by_name(jax.tree.map(nodes, tree, is_leaf=sum_tree.is_tree))
+    for name, leaf in by_name(with_tree_leaves(tree)).items():
+        words = casting.raw(leaf)
+        if words.size * words.dtype.itemsize <= SMALL:
+            data = memory.view(np.asarray(words))
+            small[prefix + name] = SmallArray(list(kind_of(leaf)), data)
+        else:
+            source = array_source(words, kind_of(leaf), names.get(name, name))
+            is_fixed = isinstance(owners[name], jax.Array)  # arrays of NumPy may change
+            owner = owners[name] if is_fixed else None
+            large[prefix + name] = dataclasses.replace(source, owner=owner)
+    return large, small
+
+
+def array_source(words: Any, kind: tuple[str, ...], label: str) -> Source:
+    """Returns the source of an array of numbers, of JAX, NumPy, or a `memory.Part`."""
+    # A row is what the fewest leading axes leave that fits into a block.
+    axes = next(n for n in range(1, words.ndim + 1) if _width(words, n) <= BLOCK or n == words.ndim)
+    rows, width = math.prod(words.shape[:axes]), _width(words, axes)
+    read = memory.reader(words)
+
+    def rows_at(start: int, stop: int) -> np.ndarray:
+        data = np.frombuffer(read(start * width, stop * width), np.uint8)
+        return data.reshape(stop - start, width)
+
+    hashes = None if memory.on_host(words) else functools.partial(memory.block_hashes, words)
+    return Source(list(kind), f"leaf '{label}'", rows, width, rows_at, None, hashes)
+
+
+def _width(words: Any, axes: int) -> int:
+    """Returns the bytes of an array that follow its first axes."""
+    return math.prod(words.shape[axes:]) * words.dtype.itemsize
+
+
+def labels(state: Any) -> dict[str, str]:
+    """Returns the names of leaves in messages that are not those of arrays: of packed items."""
+    storage = getattr(state, "storage", None)
+    if not isinstance(storage, PackedLeaves):
+        return {}
+    pairs = jax.tree_util.tree_leaves_with_path(storage.places, is_leaf=packed.is_column)
+    names: dict[str, list[str]] = {}
+    for path, place in pairs:
+        if isinstance(place, LeafSlice):
+            name = f"storage/{pytree.leaf_name(path)}"
+            names.setdefault(f"storage/arrays/{place.words}", []).append(name)
+    return {array: "', leaf '".join(each) for array, each in names.items()}
+
+
 # Buffers whose items are on the host.
-
-
-@pytree.component
-class UnpackedStorage(DeviceStorage):
-    """Stands for a storage on the host, to load its states with an array for every leaf."""
-
-    def init(self, context: Context, spec: Item) -> Any:
-        """Returns a column of zeros for each leaf."""
-        return jax.tree.map(lambda leaf: packed.zeros_column(context.ring.capacity, leaf), spec)
 
 
 @pytree.component
@@ -163,7 +157,7 @@ class NoItems(HostStorageProxy):
     of_objects: ClassVar[bool] = True
 
     def spec(self, state: None) -> Item:
-        """Returns no specs, as objects have no shapes."""
+        """Returns no specs."""
         return {}
 
 
@@ -172,13 +166,13 @@ def is_on_host(buffer: Description) -> TypeGuard[Buffer]:
     return isinstance(buffer, ReplayBuffer) and isinstance(buffer.storage, HostArrays)
 
 
-def on_device(buffer: Buffer) -> Any:
-    """Returns the description with items on the device; for objects, without items."""
+def without_host_items(buffer: Buffer) -> Any:
+    """Returns the description of a state whose items on the host are saved separately."""
     if not eager.on_host(buffer):
         return buffer
     if buffer.storage.of_objects:
         return dataclasses.replace(buffer, storage=NoItems(), transforms=())
-    return dataclasses.replace(buffer, storage=UnpackedStorage())
+    return dataclasses.replace(buffer, storage=HostStorageProxy())
 
 
 def is_at(path: str, buffer: Description) -> bool:
@@ -209,7 +203,7 @@ class Snapshot:
 
     Attributes:
         buffer: the description.
-        state: its state, with `HostLeaf`s for arrays on the host, and None for objects.
+        state: its state, with None in place of items on the host.
         spec: the specs of a stored item; empty for objects.
         batch: the shape of the leading axes that `vmap` has added to all leaves.
         stored: the storage's own state.
@@ -220,11 +214,6 @@ class Snapshot:
     spec: Item
     batch: tuple[int, ...]
     stored: PartState = None
-
-    @functools.cached_property
-    def plain(self) -> Buffer:
-        """The description with all items on the device."""
-        return on_device(self.buffer)
 
     @property
     def count(self) -> int:
@@ -260,21 +249,13 @@ def snapshot(buffer: Buffer, state: BufferState) -> Snapshot:
                 f"{where}: expected an array that is there, got one that was donated. Save the "
                 "state that came back."
             )
-    stored, seen = state.storage, state
-    if buffer.storage.of_objects:
-        seen = state.replace(storage=None)
-    elif is_on_host(buffer):
-        view = buffer.storage.view(stored)
-        specs, structure = jax.tree.flatten(view.rows.spec)
-
-        def host_leaf(number: int, spec: jax.ShapeDtypeStruct) -> Any:
-            shape = (view.capacity, *spec.shape)
-            return _column(lambda dtype: HostLeaf(view, number, shape, dtype), spec.dtype)
-
-        leaves = [host_leaf(number, spec) for number, spec in enumerate(specs)]
-        seen = state.replace(storage=jax.tree.unflatten(structure, leaves))
-    spec, batch = _fitted(on_device(buffer), pytree.spec_of(seen, "save"))
-    return Snapshot(buffer, seen, spec, batch, stored)
+    stored, plain = state.storage, without_host_items(buffer)
+    if not eager.on_host(buffer):
+        return Snapshot(buffer, state, *_fitted(plain, pytree.spec_of(state, "save")), stored)
+    state = state.replace(storage=None)
+    spec = {} if buffer.storage.of_objects else buffer.storage.spec(stored)
+    _fitted(plain, pytree.spec_of(state, "save"), spec)
+    return Snapshot(buffer, state, spec, (), stored)
 
 
 def blank(buffer: Buffer, spec: Item) -> Any:
@@ -288,40 +269,49 @@ def _blanks(buffer: Buffer) -> Callable[..., Any]:
     @functools.lru_cache(maxsize=16)
     def blanks(structure: Any, leaves: tuple, x64: bool) -> Any:
         spec = jax.tree.unflatten(structure, leaves)
-        return jax.eval_shape(lambda: validate.blank(on_device(buffer), spec))
+        return jax.eval_shape(lambda: validate.blank(without_host_items(buffer), spec))
 
     return blanks
 
 
-def _fitted(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:
-    """Returns the specs of an item in a state, and the shape of the axes that `vmap` has added."""
+def _fitted(buffer: Buffer, specs: BufferState, given: Item = None) -> tuple[Item, tuple[int, ...]]:
+    """Returns the specs of an item in a state, and the shape of the axes that `vmap` has added.
+
+    `given` are the specs of items that are not in the state.
+    """
     # `vmap` may have put axes before all leaves. The storage knows the shape of an item only
     # without them, so try none, one, two and three.
-    leaves = jax.tree.leaves(specs)
-    for axes in range(4):
+    leaves, key = jax.tree.leaves(specs), None if given is None else SpecKey(given)
+    for axes in range(4 if given is None else 1):
         strip = lambda leaf, axes=axes: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
         single, batch = jax.tree.map(strip, specs), leaves[0].shape[:axes]
         try:
-            validate.check(buffer, single)  # mostly cached, as methods have checked the state
-            spec = buffer.storage.spec(single.storage)
+            validate.check(buffer, single, key)  # mostly cached, as methods have checked the state
+            spec = buffer.storage.spec(single.storage) if given is None else given
         except (TypeError, ValueError, AttributeError, LookupError):
             continue
         if all(leaf.shape[:axes] == batch for leaf in leaves):
             return spec, batch
     other = ValueError("save: expected a state of this buffer, got another.")
     try:
-        spec = buffer.storage.spec(specs.storage)
+        spec = buffer.storage.spec(specs.storage) if given is None else given
     except (AttributeError, IndexError, TypeError, KeyError):
         raise other from None  # a storage may raise these for the state of another one
     try:
         want = blank(buffer, spec)
         mend = "Save the state that this very buffer made."
-        for one, two in ((named(want), named(specs)), (want, specs)):  # leaves of items come first
+        for one, two in ((_items_of(want), _items_of(specs)), (want, specs)):
             pytree.check_like(by_name(one), by_name(two), "save", mend)
-        validate.check(buffer, specs)
+        validate.check(buffer, specs, key)
     except (AttributeError, IndexError, KeyError):
         pass  # parts too may raise these for a state that is not theirs
     raise other
+
+
+def _items_of(state: Any) -> Any:
+    """Returns the specs of the leaves of items, `[N, ...]`, as in `storage/observation`."""
+    storage = state.storage
+    return {"storage": storage.shown() if isinstance(storage, PackedLeaves) else storage}
 
 
 def batched(tree: Item, batch: tuple[int, ...]) -> Any:
@@ -375,147 +365,6 @@ def text_of(buffer: Any) -> str:
     return re.sub(r"<(?:function|bound method) (\S+).*?>", r"\1", display.laid_out(buffer))
 
 
-# Rows that are saved.
-
-
-@dataclasses.dataclass(frozen=True)
-class StateRows:
-    """The arrays of a state that are saved row by row, each as a column.
-
-    The source of a column is a uint8 array `[V, N or more, width]` on the host, a `HostLeaf`, or an
-    array on another device.
-    """
-
-    columns: tuple[Column, ...]
-    sources: tuple[Any, ...]
-    orders: tuple[RowOrder, ...]  # of the rows of each source
-    buffers: int  # V
-    capacity: int  # N
-
-    @property
-    def count(self) -> int:
-        """V * N, the number of rows."""
-        return self.buffers * self.capacity
-
-    @property
-    def width(self) -> int:
-        """The bytes of a row in all columns."""
-        return max(sum(column.width for column in self.columns), 1)
-
-    def take(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Returns the bytes of rows `[B]` of each column, uint8 `[B, width]`."""
-        buffer, slot = np.divmod(rows, self.capacity)
-        return [self._take_column(number, buffer, slot) for number in range(len(self.columns))]
-
-    def _take_column(self, number: int, buffer: np.ndarray, slot: np.ndarray) -> np.ndarray:
-        source, width = self.sources[number], self.columns[number].width
-        order = self.orders[number]
-        if order.envs is not None:  # not copied into the order of slots: it may be large
-            places = order.places(buffer * self.capacity + slot, self.capacity)
-            buffer, slot = np.divmod(places, self.capacity)
-        if isinstance(source, HostLeaf):
-            return source.rows(slot)
-        if isinstance(source, np.ndarray):
-            if len(buffer) and buffer[0] == buffer[-1] and len(table.runs(slot)) == 1:
-                return source[buffer[0], slot[0] : slot[-1] + 1]  # no copy
-            return source[buffer, slot]
-        read, length = memory.reader(source), source.size * source.dtype.itemsize // self.buffers
-        # The row in the whole array, whose buffers may have more rows than N each.
-        place = buffer * (length // max(width, 1)) + slot
-        # Rows that follow each other on the device come in one transfer.
-        ascending = np.argsort(place, kind="stable")
-        rows = np.empty((len(slot), width), np.uint8)
-        for a, b in table.runs(place[ascending]):
-            first, last = int(place[ascending[a]]), int(place[ascending[b - 1]])
-            piece = np.frombuffer(read(first * width, (last + 1) * width), np.uint8)
-            rows[ascending[a:b]] = piece.reshape(-1, width)
-        return rows
-
-    def fingerprints(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Returns bytes by which rows are compared: all bytes on the host, else a hash."""
-        return self._hashed.take(rows)
-
-    @functools.cached_property
-    def _hashed(self) -> "StateRows":
-        """These rows, with a hash of four bytes in place of each row on another device."""
-        sources = list(self.sources)
-        for number, source in enumerate(sources):
-            if not isinstance(source, np.ndarray | HostLeaf):
-                hashes = memory.row_hashes(source, self.columns[number].width)
-                sources[number] = hashes.reshape(self.buffers, -1, 4)
-        return dataclasses.replace(self, sources=tuple(sources))
-
-    def witnesses(self, store: Store, rows: np.ndarray) -> np.ndarray:
-        """Returns rows that must be compared despite equal fingerprints: here none."""
-        return rows[:0]
-
-
-def in_parts(rows: np.ndarray, width: int, size: int | None = None) -> Iterator[np.ndarray]:
-    """Yields parts of `rows`, each for about `size` bytes; a row has `width` bytes."""
-    step = max(1, (PIECE if size is None else size) // max(width, 1))
-    for start in range(0, len(rows), step):
-        yield rows[start : start + step]
-
-
-def split(saved: Snapshot) -> tuple[StateRows, dict[str, Any], dict[str, list[str]]]:
-    """Returns the rows of a state; its other arrays as bytes; and the kinds of these, by name."""
-    buffer, axes = saved.plain, len(saved.batch)
-    state = with_tree_leaves(saved.state)
-    # Only arrays whose rows are slots are compared row by row; all others are written each time.
-    by_slot = set(map(id, jax.tree.leaves(buffer.storage.slotted(state.storage))))
-    entries: list[tuple[Column, Any, RowOrder]] = []
-    arrays, kinds = {}, {}
-    by_array: dict[str, dict[str, PackedLeaf]] = {}  # packed leaves, by array and name
-    for name, leaf in by_name(named(state)).items():
-        kind = kind_of(leaf)
-        if isinstance(leaf, PackedLeaf):
-            by_array.setdefault(leaf.array, {})[name] = leaf
-        elif id(leaf) not in by_slot or leaf.shape[axes] < buffer.capacity:
-            arrays[name], kinds[name] = array_bytes(leaf), list(kind)
-        elif isinstance(leaf, HostLeaf):
-            raw = leaf.view.rows.raw[leaf.number]
-            entries.append((Column.of(name, kind, raw.size * raw.dtype.itemsize), leaf, RowOrder()))
-        else:
-            words = casting.raw(leaf)
-            length = int(np.prod(words.shape[: axes + 1], dtype=int))
-            width = words.size // max(length, 1) * words.dtype.itemsize
-            entries.append((Column.of(name, kind, width), _source(words, saved, width), RowOrder()))
-            if leaf.shape[axes] > buffer.capacity:
-                # Rows that are no slots, such as the pool of shared observations, are written each
-                # time.
-                behind = (slice(None),) * axes + (slice(buffer.capacity, None),)
-                arrays[name + BEYOND] = memory.view(np.asarray(words[behind]))
-                kinds[name + BEYOND] = list(kind)
-    for name, leaves in by_array.items():
-        array = state.storage.arrays[name]
-        source = _source(array, saved, array.shape[-1] * array.dtype.itemsize)
-        entries.append((packed_column(leaves), source, state.storage.order))
-    state_columns, sources, orders = zip(*entries, strict=True) if entries else ((), (), ())
-    return StateRows(state_columns, sources, orders, saved.count, buffer.capacity), arrays, kinds
-
-
-def _source(array: Any, saved: Snapshot, width: int) -> Any:
-    """Returns an array on the host as bytes, uint8 `[V, N or more, width]`; any other as it is."""
-    if not memory.on_host(array):
-        return array
-    data = np.frombuffer(memory.view(np.asarray(array)), np.uint8)
-    if not data.size:  # rows of no bytes
-        return np.zeros((saved.count, array.shape[len(saved.batch)], 0), np.uint8)
-    return data.reshape(saved.count, -1, width)
-
-
-def packed_column(leaves: dict[str, PackedLeaf]) -> Column:
-    """Returns the column for a packed array, with its leaves in the order of the array's rows."""
-    in_order = sorted(leaves.items(), key=lambda pair: pair[1].part.start)
-    width = lambda leaf: leaf.part.stop - leaf.part.start
-    return Column(tuple(table.Leaf(name, kind_of(it), width(it)) for name, it in in_order))
-
-
-def array_bytes(leaf: Leaf) -> Any:
-    """Returns the bytes of an array, keys as their words."""
-    return memory.view(np.asarray(casting.raw(leaf)))
-
-
 # What a file says of a buffer, and the items that it holds.
 
 
@@ -551,7 +400,9 @@ def fitting(
         return buffer, spec
     stored = {}
     if not buffer.storage.of_objects:
-        plain = on_device(buffer)
+        # Inverse transforms are applied to the example; where its items are makes no difference.
+        plain = dataclasses.replace(buffer, storage=DeviceStorage())
+        plain = plain if eager.on_host(buffer) else buffer
         stored = plain.stored(jax.eval_shape(lambda: plain.init(example)))
     mend = "Pass a transition like those that were saved, or leave example= out."
     other = jax.tree.leaves(stored) if is_unknown else stored

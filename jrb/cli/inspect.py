@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from jrb._store import commits
+from jrb._store.commits import Generation
 from jrb._store.errors import DamagedError
 from jrb._util.wording import bytes_text, require
 from jrb.checkpoint import manifest
@@ -20,7 +22,7 @@ from jrb.cli import console, sources
 typer: Any = require("typer", "cli")
 
 _LONGEST = 200  # the maximum number of characters shown of a metadata entry
-_ROWS = "storage/"
+_ITEMS = ("storage/", "items/")  # how the names of arrays with items begin
 _BLANK = {
     **dict.fromkeys(("path", "kind", "description", "size", "capacity", "num_envs", "nbytes")),
     **dict.fromkeys(("disk", "episodes", "transitions")),
@@ -51,7 +53,8 @@ def inspect(
     """Show the contents of PATH."""
     kind = sources.kind_of(path)
     if kind == sources.FOLDER:
-        report = _of_folder(path, manifest.open_generation(path))
+        saved = manifest.open_generation(path).generation
+        report = _of_folder(path, saved, saved.meta)
     else:
         report = _of_file(path) if kind == sources.FILE else _of_dataset(path)
     if plot is not None:
@@ -71,7 +74,8 @@ def _plot(path: str, kind: str, file: str, number: str | None) -> None:
             buffer, state = sources.buffer(path, number)
         if not isinstance(buffer, jrb.ReplayBuffer):
             raise ValueError(
-                f"{path}: expected a single buffer for --plot, got several. Name a part."
+                f"{path}: expected a single buffer for --plot, got several. Load them with "
+                "jrb.load, and plot one with jrb.plot.state."
             )
         state = importlib.import_module("jrb.read").one_state(path, state, None)
         jrb.plot.state(buffer, state).savefig(file, dpi=150)
@@ -92,57 +96,52 @@ def _leaf(name: str, dtype: str, shape: Any, nbytes: int) -> dict[str, Any]:
     return {"name": name, "dtype": dtype, "shape": list(shape), "nbytes": int(nbytes)}
 
 
-def _typed(name: str, kind: Any, nbytes: int) -> dict[str, Any]:
-    """Returns the report of a leaf, given its dtype and shape as a store writes them (`kind`)."""
-    dtype, shape = (*kind, "[]")[:2] if kind else ("bytes", "[]")
-    return _leaf(name, str(dtype), shape if isinstance(shape, list) else json_.loads(shape), nbytes)
+def _typed(name: str, kind: list[Any], nbytes: int) -> dict[str, Any]:
+    """Returns the report of an array, given its dtype and shape as a store writes them (`kind`)."""
+    dtype, shape = (*kind, "[]")[:2]
+    return _leaf(name, str(dtype), json_.loads(shape), nbytes)
 
 
-def _of_folder(path: str, generation: Any) -> Report:
-    """Returns the report of a generation of a checkpoint or a store."""
-    meta = generation.meta
-    facts, form = meta.get("facts") or {}, meta.get("form") or {}
-    rows, parts = generation.body["table"]["slots"], manifest.generations(generation)
-    leaves = []
-    for _, location in sorted(generation.leaves.items()):
-        leaf = _typed(location.leaf.name, location.leaf.kind, location.leaf.width * rows)
-        if leaf["name"].startswith(_ROWS) and not form:
-            # These are a state's arrays; drop the leading axes, of stacked buffers and of rows.
-            leaf["shape"] = leaf["shape"][1 + len(meta.get("batch") or ()) :]
-        leaves.append(leaf | {"name": leaf["name"].removeprefix(_ROWS)})
-    # Arrays without a type are a store's own records about its rows.
-    arrays = [
-        _typed(entry["name"], entry["kind"], entry["size"])
-        for entry in generation.body["arrays"]
-        if entry["kind"]
+def _of_folder(path: str, saved: Generation, meta: dict[str, Any], prefix: str = "") -> Report:
+    """Returns the report of a generation of a checkpoint or a store, or of a part of one."""
+    facts, form, parts = meta.get("facts") or {}, meta.get("form") or {}, meta.get("parts", {})
+    arrays = {name: (it.kind, len(it.data)) for name, it in saved.small.items()}
+    specs = {name: table.spec for name, table in saved.large.items()}
+    arrays |= {name: (it.kind, it.rows * it.width) for name, it in specs.items()}
+    own = [
+        _typed(name.removeprefix(prefix), *array)
+        for name, array in sorted(arrays.items())
+        if name.startswith(prefix) and array[0]  # those without a type are a store's own records
     ]
-    kind, begins = str(meta.get("kind")), manifest.EXTRA
-    extra = [leaf for leaf in arrays if leaf["name"].startswith(begins)]
+    others = [it for it in own if not it["name"].startswith((".", *_ITEMS)) and not parts]
+    extra = [it for it in own if it["name"].startswith(manifest.EXTRA)]
+    leaves = [_leaf(*leaf) for leaf in manifest.item_leaves(meta)]
     notes = [_NOTES[form["kind"]].format_map(form)] if form.get("kind") in _NOTES else []
+    kind = str(meta.get("kind"))
     return _report(
         path,
-        {"buffer": "checkpoint", "None": "store"}.get(kind, kind),
+        {"buffer": "checkpoint"}.get(kind, kind),
         description=facts.get("description"),
         size=facts.get("size"),
-        capacity=facts.get("capacity", None if parts else rows),
+        capacity=facts.get("capacity"),
         num_envs=facts.get("num_envs"),
-        nbytes=sum(leaf["nbytes"] for leaf in (*leaves, *arrays)),
-        generations=list(_generations(path)),
+        nbytes=sum(leaf["nbytes"] for leaf in own),
+        **({"generations": list(_generations(path))} if not prefix else {"disk": None}),
         leaves=leaves,
-        others=[leaf for leaf in arrays if not leaf["name"].startswith(".")],
-        extra=[leaf | {"name": leaf["name"].removeprefix(begins)} for leaf in extra],
-        notes=notes + ["Nothing was saved to it yet."] * (not generation.number),
+        others=others,
+        extra=[leaf | {"name": leaf["name"].removeprefix(manifest.EXTRA)} for leaf in extra],
+        notes=notes,
         metadata={"versions": facts.get("versions")} if facts else {},
         parts={
-            name: _of_folder(manifest.path_of(path, name), manifest.part(path, generation, name))
-            for name in parts
+            name: _of_folder(path, saved, part, manifest.prefix_of(prefix, name))
+            for name, part in parts.items()
         },
     )
 
 
 def _generations(path: str) -> Iterator[dict[str, Any]]:
     """Yields the number, time and size of each generation, oldest first; or its damage."""
-    for number in manifest.numbers(path):
+    for number in commits.numbers(commits.folder_at(path)):
         entry = {"generation": number, "time": None, "size": None, "damage": None}
         try:
             facts = manifest.metadata(path, number)
@@ -251,7 +250,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("episodes", count("episodes")),
         ("transitions", count("transitions")),
         ("as arrays", bytes_text(report["nbytes"])),
-        ("on disk", bytes_text(report["disk"])),
+        ("on disk", "" if report["disk"] is None else bytes_text(report["disk"])),
         *((name, cut(text)) for name, text in facts),
         ("versions", ", ".join(f"{name} {number}" for name, number in versions)),
     ]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from jrb._store import files
+from jrb._store import block_store, files
 from jrb._util.wording import printable, require
 from jrb.checkpoint import manifest
 from jrb.cli import console
@@ -132,7 +132,7 @@ def verify(path: Annotated[str, SOURCE]) -> None:
     kind = kind_of(path)
     with console.bar("verifying") as progress:
         if kind == FOLDER:
-            lines = manifest.damages(path, progress)
+            lines = block_store.damages(path, progress)
         elif kind == FILE:
             lines = importlib.import_module("jrb.checkpoint").verify(path, progress)
         else:

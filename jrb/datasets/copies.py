@@ -114,7 +114,7 @@ def fill_buffer(
             got = f"{transform!r}. Leave it out, or name a MemmapStorage with a path"
             check(is_free, "buffer: cache", expected, got)
         path, digest = copy_of(dataset, num_envs, root_of(root))
-        copied = dataclasses.replace(buffer, storage=MemmapStorage(path, spare_fraction=0))
+        copied = dataclasses.replace(buffer, storage=MemmapStorage(path))
         state = _open_copy(copied, path, digest)
         if state is None:
             with locked(path, wait=True):

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from jrb._store import generation, removal
+from jrb._store import commits, removal
 from jrb.authoring import Folder, absolute_path, checks, escaped_errors
-from jrb.checkpoint import hdf5, manifest
+from jrb.checkpoint import hdf5
 from jrb.datasets import copies
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Format, Source
@@ -196,8 +196,8 @@ def locked(path: str) -> Iterator[removal.IsOwn]:
     if os.path.islink(path):  # only the link is removed
         yield is_own
     elif os.path.isdir(path):
-        is_ours = generation.numbers(Folder(path))
-        is_own = manifest.is_own if is_ours else choose_format(path).is_own
+        is_ours = commits.numbers(Folder(path))
+        is_own = removal.is_of_store if is_ours else choose_format(path).is_own
         with removal.locked(path, is_own):
             yield is_own
     elif hdf5.is_own(path):

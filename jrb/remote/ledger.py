@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jrb.checkpoint import manifest
+from jrb._store.block_store import BlockStore
 from jrb.checkpoint.manifest import EXTRA
 
 _END = 2**63 - 1  # above every number of a timestep
@@ -71,10 +71,11 @@ class Ledger:
     def loaded(cls, path: str, generation: int) -> "Ledger":
         """Returns the ledger that was saved with a generation of a checkpoint."""
         # `checkpoint.load` would need an example of the arrays, with the number of senders.
-        saved = manifest.open_generation(path, generation)
-        missing, last, counts = (
-            saved.array(EXTRA + name, np.int64) for name in ("missing", "last", "counts")
-        )
+        with BlockStore.open_to_read(path, generation) as store:
+            missing, last, counts = (
+                store.array_bytes(EXTRA + name).view(np.int64)
+                for name in ("missing", "last", "counts")
+            )
         ledger = cls(0)
         ledger.last = [(sender, number) for sender, number in last.reshape(-1, 2).tolist()]
         for lane, sender, *bounds in missing.reshape(-1, 4).tolist():

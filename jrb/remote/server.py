@@ -3,14 +3,13 @@
 import ctypes
 import secrets
 import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from jrb import LostWarning, checkpoint
+from jrb import checkpoint
 from jrb.authoring import require
 from jrb.loops import jitted
 from jrb.remote import draws, streams
@@ -82,12 +81,9 @@ class Server:
                 # The storage creates its files now; the save marks them as those of this buffer.
                 self._generation = checkpoint.save(path, buffer, state, extra=ledger.saved())
             return state
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LostWarning)  # `stats` reports lost items
-            _, state = checkpoint.load(path, buffer, verify=False)
+        _, state = checkpoint.load(path, buffer, verify=False)
         self._generation = generations[-1]
         self._ledger = Ledger.loaded(path, self._generation)
-        self._ledger.lost += self._ledger.held - int(buffer.size(state))
         return state
 
     def ready(self) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 
 from jrb._core.host_proxy import HostStorageProxy, UniqueSlots
-from jrb._store import table
 from jrb._store.errors import StaleError
 from jrb._util import casting, pytree
 from jrb._util.pytree import SpecKey
@@ -27,6 +26,8 @@ Version = Any
 """The number of a write: uint32 `[2]` of JAX or NumPy, its high and low word."""
 
 VERSION = jax.ShapeDtypeStruct((2,), jnp.uint32)
+
+_SMALL = 1 << 17  # a gather of fewer bytes may make another copy, which takes no time that matters
 
 
 class HostRows(abc.ABC):
@@ -66,7 +67,6 @@ class HostRows(abc.ABC):
         slots: np.ndarray,
         *leaves: Any,
         patient: bool = False,
-        replace: bool = False,
     ) -> np.ndarray:
         """Writes all leaves, `[T, E, ...]`, at slots `[T, E]`, and returns the next version.
 
@@ -75,7 +75,6 @@ class HostRows(abc.ABC):
             slots: integers `[T, E]`; those of N or more are skipped.
             leaves: in the order of the items' leaves, PRNG keys as their words.
             patient: if True, waits for draws that are under way.
-            replace: if True, the rows are new values of the rows at these slots, and not new rows.
         """
 
     @abc.abstractmethod
@@ -121,7 +120,7 @@ class HostRows(abc.ABC):
         for name, leaf in zip(names, leaves, strict=True):
             number = self.names.index(name)
             rows[number] = np.asarray(leaf).reshape(len(flat), *self.raw[number].shape)[which]
-        return self.put(version, at, *rows, patient=True, replace=True)
+        return self.put(version, at, *rows, patient=True)
 
     def take(self, version: Version, slots: list[Any]) -> list[np.ndarray]:
         """Returns each leaf at its own array of slots, of any shape; zeros at slots of -1."""
@@ -146,7 +145,7 @@ class HostRows(abc.ABC):
         leaves = self.take(version, slots)
         # Small arrays get to the default device five times as fast as arguments of a compiled
         # function. It is compiled for each shape, of which draws have few, and copies large arrays.
-        if is_draw and device is None and all(leaf.nbytes < table.SMALL for leaf in leaves):
+        if is_draw and device is None and all(leaf.nbytes < _SMALL for leaf in leaves):
             return _handed_over(leaves, spec=self.spec_key)
         return self.items(jax.device_put(leaves, device))
 
@@ -216,7 +215,6 @@ class PlainRows(HostRows):
         slots: np.ndarray,
         *leaves: Any,
         patient: bool = False,
-        replace: bool = False,
     ) -> np.ndarray:
         """See `HostRows.put`; of several rows for one slot, the last is written."""
         self.check_newest(version)

@@ -168,13 +168,11 @@ class SpillStorage(StoreArrays):
         device_capacity: H, the number of items on the device, a multiple of E, at most N.
         prealloc: if True, `init` reserves all room on the disk, so that it cannot be full later. If
             False, files grow as they are filled, and a write to a full disk raises OSError.
-        spare_fraction: additional rows for writes between two commits, as a fraction of N.
     """
 
     path: str | os.PathLike[str] | None
     device_capacity: int
     prealloc: bool = False
-    spare_fraction: float = 0.25
     state_type: ClassVar[type] = TieredState
 
     def __post_init__(self) -> None:

@@ -1,27 +1,29 @@
 """Stores: their guarantees, costs and errors."""
 
+import json
 import os
-import pathlib
 import shutil
 import threading
+import zlib
 
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jrb._store import files, generation, opening, places, store, table, threads
-from jrb._store.errors import DamagedError, StaleError
+from jrb._store import block_store, blocks, commits, files, threads
+from jrb._store.block_store import BlockStore
+from jrb._store.commits import SmallArray
+from jrb._store.errors import DamagedError, LockedError, StaleError
 from jrb._store.files import Folder
-from jrb._store.table import Column, Leaf, files_of
 from jrb._store.threads import Gate
 from tests._store import faults
+from tests._store.faults import Ring, committed, prepared
 
 
-@pytest.fixture
-def path(tmp_path):
-    store.writing.clear()
-    return str(tmp_path / "store")
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Makes blocks of 8 rows of x."""
+    monkeypatch.setattr(blocks, "BLOCK", 2500)
+    monkeypatch.setattr(block_store, "_MOST_OPEN", 1)
 
 
 @pytest.fixture
@@ -33,221 +35,341 @@ def announced():
     files.hook = None
 
 
-def change_generation(path, change):
-    """Writes a changed copy of the newest generation, with valid checksums."""
-    folder = Folder(path)
-    opened = generation.newest(folder)
-    arrays = {name: opened.array(name, np.uint8).tobytes() for name in opened.arrays}
-    change(opened.body)
-    generation.write(folder, opened.body, arrays)
+def saved(path, count=20, keep=0):
+    """Makes a store with a generation, or writes another one."""
+    if not os.path.exists(path):
+        prepared(path, count).store.close()
+        return
+    with BlockStore.open_to_save(path) as store:
+        ring = Ring(store)
+        ring.write(count)
+        ring.commit(keep)
+
+
+# Files of generations.
+
+
+def change_generation(path, change, number=1):
+    """Changes the JSON of a generation, and makes its checksums right."""
+    name = os.path.join(path, commits.name_of(number))
+    with open(name, "rb") as file:
+        first, text, data = file.read().split(b"\n", 2)
+    body = json.loads(text)
+    change(body)
+    text = json.dumps(body).encode() + b"\n"
+    first = json.loads(first) | {"size": len(text), "sum": zlib.crc32(text)}
+    with open(name, "wb") as file:
+        file.write(json.dumps(first, separators=(",", ":")).encode() + b"\n" + text + data)
+
+
+FILES = [
+    "/etc/passwd",
+    "../x-1-1.bin",
+    "arrays/../../x-1-1.bin",
+    "arrays/a/x-1-1.bin",
+    "arrays/.x-1-1.bin",
+    "arrays/x-1-1.bin\n",
+    "arrays/\0-1-1.bin",
+    "lock",
+    "",
+]
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda table: table.update(room=10**15),
-        lambda table: table.update(folder="1/../../elsewhere"),
-        lambda table: table["columns"][0]["leaves"][0].update(width=10**15),
-        lambda table: table["columns"][0]["leaves"][0].update(name="../../../etc/passwd"),
-        lambda table: table["columns"][0]["leaves"][0].update(name="/etc/passwd"),
+        *({"file": name} for name in FILES),
+        {"rows": 10**15},
+        {"rows": -1},
+        {"rows": 2.5},
+        {"rows": None},
+        {"width": -1},
+        {"block": 0},
+        {"block": 3},
+        {"sum": 1},
     ],
 )
-def test_no_name_leads_out_of_the_folder_and_files_are_as_large_as_declared(change, path):
-    faults.prepared(path, 20)
-    change_generation(path, lambda body: change(body["table"]))
-    with pytest.raises(ValueError, match=r"found no file|bytes, found|format code 'd'"):
-        faults.opened(path)
+def test_no_name_leads_out_of_the_folder_and_numbers_are_checked(change, path):
+    saved(path)
+    change_generation(path, lambda body: body["large"]["x"].update(change))
+    with pytest.raises(DamagedError, match="generation-000000000001"):
+        BlockStore.open_to_read(path)
+    saved(path, 5)  # nothing of it is used
+    assert committed(path) == 5
+
+
+@pytest.mark.parametrize("change", [{"size": -1}, {"size": 10**15}, {"size": "1"}, {"sum": 1}])
+def test_small_arrays_are_as_large_as_is_said(change, path):
+    saved(path)
+    change_generation(path, lambda body: body["small"]["large"].update(change))
+    with pytest.raises(DamagedError, match="generation-000000000001"):
+        BlockStore.open_to_read(path)
 
 
 def test_a_renamed_generation_is_refused(path):
-    faults.prepared(path, 20)
-    newest = os.path.join(path, generation.name_of(generation.last(Folder(path))))
-    shutil.copy(newest, os.path.join(path, generation.name_of(9)))
+    saved(path)
+    shutil.copy(os.path.join(path, commits.name_of(1)), os.path.join(path, commits.name_of(9)))
     with pytest.raises(DamagedError, match=r"generation 9, got .*renamed"):
-        faults.opened(path)
+        BlockStore.open_to_read(path)
+    saved(path, 5)  # the number of the next one is above all
+    assert commits.numbers(Folder(path)) == [10]
+    assert committed(path) == 5
 
 
-@pytest.mark.parametrize("version", [0, -1, 2.5, True, None, "4", [4]])
+@pytest.mark.parametrize("version", [0, -1, 4, None, "4", [4], {}])
 def test_a_version_that_never_was_is_refused(version, path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(generation, "VERSION", version)
-        faults.prepared(path, 20)
-    with pytest.raises(DamagedError, match="expected a generation of a store"):
-        faults.opened(path)
+        patch.setattr(commits, "VERSION", version)
+        saved(path)
+    with pytest.raises(ValueError, match=f"{commits.name_of(1)}: expected"):
+        BlockStore.open_to_read(path)
+
+
+@pytest.mark.parametrize(("more", "cure"), [(1, "install it"), (-1, "load it with that one")])
+def test_another_version_is_refused_and_stays(more, cure, path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(commits, "VERSION", commits.VERSION + more)
+        saved(path)
+    for act in (BlockStore.open_to_read, BlockStore.open_to_save, block_store.damages):
+        with pytest.raises(commits.VersionError, match=f"Another version of jrb .* {cure}"):
+            act(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(commits, "VERSION", commits.VERSION + more)
+        assert committed(path) == 20
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\n", b"{", b"[]\n", b"1\n", b"[" * 10**5, b'{"format":"jrb","version":3}\n']
+    "text", [b"", b"\n", b"{", b"[]\n", b"1\n", b"[" * 10**5, b'{"format":"jrb","version":5}\n']
 )
 def test_what_is_no_generation_is_refused(text, path):
-    faults.prepared(path, 20)
-    name = os.path.join(path, generation.name_of(2))
+    saved(path)
+    name = os.path.join(path, commits.name_of(2))
     with open(name, "wb") as file:
         file.write(text)
-    with pytest.raises(DamagedError, match=generation.name_of(2)) as caught:
-        faults.opened(path)
+    with pytest.raises(DamagedError, match=commits.name_of(2)) as caught:
+        BlockStore.open_to_read(path)
     assert "older" in caught.value.__notes__[0]
-    assert faults.content(faults.opened(path, 1)) == 20
+    assert committed(path, 1) == 20
+    assert block_store.damages(path) == [str(caught.value)]
 
 
-def test_a_newer_version_is_refused_by_name(path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(generation, "VERSION", generation.VERSION + 1)
-        faults.prepared(path, 20)
-    with pytest.raises(ValueError, match="A newer jrb wrote this"):
-        faults.opened(path)
+@pytest.mark.parametrize("name", ["arrays", "array", commits.name_of(1)])
+def test_links_are_not_followed(name, path, folder):
+    saved(path)
+    if name == "array":
+        name = os.path.join("arrays", os.listdir(os.path.join(path, "arrays"))[0])
+    os.rename(os.path.join(path, name), folder / "elsewhere")
+    os.symlink(folder / "elsewhere", os.path.join(path, name))
+    with pytest.raises(DamagedError, match="link"), BlockStore.open_to_read(path) as store:
+        faults.content(store)
 
 
-@pytest.mark.parametrize("name", ["rows", "rows/x.bin", "rows/.numbers", generation.name_of(1)])
-def test_links_are_not_followed(name, path, tmp_path):
-    faults.prepared(path, 20)
-    os.rename(os.path.join(path, name), tmp_path / "elsewhere")
-    os.symlink(tmp_path / "elsewhere", os.path.join(path, name))
-    with pytest.raises(DamagedError, match="link"):
-        faults.opened(path)
+def test_names_that_only_look_like_generations_count_for_nothing(path):
+    saved(path)
+    for name in ("generation-9", "generation-\u0661", "generation-x"):
+        with open(os.path.join(path, name), "w") as file:
+            file.write("{")
+    assert commits.numbers(Folder(path)) == [1]
+    assert committed(path) == 20
 
 
-def test_a_file_of_several_leaves_has_a_name_that_no_leaf_has():
-    one, other = Leaf("next/a", (), 2), Leaf("b", (), 4)
-    column = Column((one, other))
-    assert (column.file, column.width) == ("next/a+1.bin", 6)
-    assert column.parts == [slice(0, 2), slice(2, 6)]
-    assert Column.of("next/a+1", (), 2).file == "next/a%2B1.bin"
-    assert Column((Leaf(".", (), 2), other)).file == "items+1.bin"
-
-
-def test_files_have_names_of_their_own():
-    wanted = {
-        "": "%.bin",
-        "%": "#1.bin",
-        "+": "%2B.bin",
-        "%2B": "#3.bin",
-        "a": "a.bin",
-        "a.bin/q": "#5.bin",
-        "b.bin/q": "b.bin/q.bin",
-        "b": "#7.bin",
-        "c" * 251: "c" * 251 + ".bin",
-        "d" * 252: "#9.bin",
+def test_small_arrays_and_metadata_are_as_they_were(path):
+    meta = {"a": [1, 2.5, None, True, "\ud800", {"ä": []}], "": float("inf")}
+    small = {
+        "bytes": SmallArray(["uint8", [3]], b"abc"),
+        "none": SmallArray(None, b""),
+        "array": SmallArray({}, np.arange(6, dtype=np.float32).reshape(2, 3)),
     }
-    assert files_of(tuple(Column.of(name, (), 1) for name in wanted)) == list(wanted.values())
+    with BlockStore.create(path) as store:
+        assert store.commit(meta, small) == 1
+    with BlockStore.open_to_read(path) as store:
+        assert (store.generation, store.meta) == (1, meta)
+        assert {name: one.kind for name, one in store.small.items()} == {
+            name: one.kind for name, one in small.items()
+        }
+        assert bytes(store.small["bytes"].data) == b"abc"
+        np.testing.assert_array_equal(
+            np.frombuffer(store.small["array"].data, np.float32), np.arange(6)
+        )
 
 
-def test_a_place_without_a_number_has_no_check_either(path):
-    opening.create(path, (Column.of("x", (), 1),), 40, 80, reserve=False).close()
-    file = pathlib.Path(path, "rows", ".numbers")
-    for place in range(1, 80):
-        for word in (1 << 15, int(table._checks(np.array([place], np.uint64), np.uint64(0))[0])):
-            words = np.zeros(80, np.uint64)
-            words[place] = word
-            file.write_bytes(words.tobytes())
-            rows = table.RowTable(
-                Folder(path), "rows", (Column.of("x", (), 1),), 80, writable=False
-            )
-            with pytest.raises(DamagedError, match=f"the number of place {place} was damaged"):
-                rows.check_numbers()
+# Folders.
 
 
-def test_numbers_that_change_while_they_are_looked_at_are_not_damaged(path):
-    opening.create(path, (Column.of("x", (), 1),), 40, 80, reserve=False).close()
-    rows = table.RowTable(Folder(path), "rows", (Column.of("x", (), 1),), 80, writable=False)
-    places = np.arange(80, dtype=np.uint64)
-    sixteen = np.uint64(16)
-    words = lambda numbers: numbers << sixteen | table._checks(places.copy(), numbers)
-    there, new = (words(np.uint64(most) - places) for most in (80, 200))
-
-    class Written(np.ndarray):
-        """An array that another process overwrites between the read and the checks."""
-
-        def __rshift__(self, bits):
-            found = np.asarray(self) >> bits
-            there[:] = new
-            return found
-
-    rows._words = there.view(Written)
-    rows.check_numbers()
-    np.testing.assert_array_equal(there, new)
+def test_a_folder_of_somebody_else_is_left_alone(folder):
+    (folder / "thesis.tex").write_text("...")
+    for act in (BlockStore.create, BlockStore.open_to_save, block_store.check_free):
+        with pytest.raises(ValueError, match=r"thesis\.tex"):
+            act(str(folder))
+        assert os.listdir(folder) == ["thesis.tex"]
+    path = folder / "mine"
+    saved(str(path))
+    (path / "manifest.json").write_text("{}")
+    saved(str(path))  # other files may be beside a checkpoint
+    assert (path / "manifest.json").read_text() == "{}"
+    (folder / "file").write_text("...")
+    for act in (BlockStore.create, BlockStore.open_to_save, block_store.check_free):
+        with pytest.raises(ValueError, match="found a file"):
+            act(str(folder / "file"))
 
 
-NAMES = ["..", ".", "a/b", "", "rows", "undo/x", "numbers", "lock", "\0", "ä", "a b", "/x"]
+# With a lock, `x-1-1.bin` looks as that of a store that was killed before its first commit.
+@pytest.mark.parametrize(
+    ("name", "has_lock"), [("notes", 0), ("notes", 1), ("x.bin", 1), ("x-1-1.bin", 0)]
+)
+def test_a_folder_of_somebody_else_with_our_name_is_left_alone(name, has_lock, folder):
+    (folder / "arrays").mkdir()
+    (folder / "arrays" / name).write_text("...")
+    if has_lock:
+        (folder / "lock").write_text("")
+    for act in (BlockStore.create, BlockStore.open_to_save, block_store.check_free):
+        with pytest.raises(ValueError, match="arrays"):
+            act(str(folder))
+    assert (folder / "arrays" / name).read_text() == "..."
 
 
-def test_names_of_leaves_stay_below_the_folder(path, tmp_path):
-    columns = tuple(Column.of(name, ("uint8", "[]"), 1) for name in NAMES)
-    names = [column.file for column in columns]
-    assert len(set(names)) == len(names)
-    opening.create(path, columns, 4, 8, reserve=False)
-    root = tmp_path / "store" / "rows"
-    assert {str(name.relative_to(root)) for name in root.rglob("*.bin")} == set(names)
-    assert os.listdir(tmp_path) == ["store"]
-
-
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
-    (tmp_path / "thesis.tex").write_text("...")
-    with pytest.raises(ValueError, match=r"thesis\.tex"):
-        faults.created(str(tmp_path))
-    assert os.listdir(tmp_path) == ["thesis.tex"]
-    with pytest.raises(ValueError, match=r"thesis\.tex"):
-        faults.BEFORE(str(tmp_path))
-    assert os.listdir(tmp_path) == ["thesis.tex"]
-    faults.BEFORE(str(tmp_path / "mine"))
-    (tmp_path / "mine" / "manifest.json").write_text("{}")
-    faults.BEFORE(str(tmp_path / "mine"))  # other files may be beside a checkpoint
-    assert (tmp_path / "mine" / "manifest.json").read_text() == "{}"
-    (tmp_path / "other" / "rows").mkdir(parents=True)
-    with pytest.raises(ValueError, match="rows"):
-        faults.BEFORE(str(tmp_path / "other"))
+def test_files_of_others_beside_those_of_arrays_stay(path):
+    saved(path)
+    names = ["notes", "x.bin", "x-1.bin", ".x-1-1.bin", "x-1-1.bin.old", "x y-1-1.bin"]
+    for name in names:
+        with open(os.path.join(path, "arrays", name), "w") as file:
+            file.write("...")
+    os.makedirs(os.path.join(path, "arrays", "folder"))
+    for _ in range(3):
+        saved(path)
+    assert {*os.listdir(os.path.join(path, "arrays"))} >= {*names, "folder"}
 
 
 def test_a_store_with_something_saved_is_not_made_again(path):
-    faults.prepared(path, 5)
-    store.writing.clear()
+    saved(path, 5)
     with pytest.raises(ValueError, match=r"jrb\.load"):
-        faults.created(path)
-
-
-def test_a_commit_costs_what_changed(path, announced):
-    ring = faults.prepared(path, 75)
-    announced.clear()
+        BlockStore.create(path)
+    ring = Ring(BlockStore.open_to_read(path))
     ring.write(3)
+    with pytest.raises(ValueError, match="a state of this process"):
+        BlockStore.create(path)
+    assert block_store.store_at(path) is ring.store
+    ring.store.close()
+    assert block_store.store_at(path) is None
+
+
+def test_a_store_that_was_never_committed_is_begun_anew(path):
+    prepared(path, 0).store.close()
+    with pytest.raises(FileNotFoundError, match="to which nothing was"):
+        BlockStore.open_to_read(path)
+    with pytest.raises(FileNotFoundError):
+        block_store.damages(path)
+    for make in (BlockStore.create, BlockStore.open_to_save):
+        ring = Ring(make(path))
+        ring.write(4)
+        ring.store.close()
+    saved(path, 9)
+    assert committed(path) == 9
+    assert len(os.listdir(os.path.join(path, "arrays"))) == len(faults.WIDTHS)
+
+
+def test_what_is_not_there_is_an_error_that_says_so(path, folder):
+    for act in (BlockStore.open_to_read, block_store.damages):
+        with pytest.raises(FileNotFoundError, match="found no folder there"):
+            act(path)
+        with pytest.raises(FileNotFoundError, match="found none there"):
+            act(str(folder))
+    block_store.check_free(path)
+    saved(path)
+    with pytest.raises(FileNotFoundError, match=r"expected generation 5, found \[1\].*keep=n"):
+        BlockStore.open_to_read(path, 5)
+    os.symlink(folder / "gone", folder / "link")
+    for act in (BlockStore.create, BlockStore.open_to_save, block_store.check_free):
+        with pytest.raises(FileNotFoundError, match="broken link"):
+            act(str(folder / "link" / "store"))
+
+
+def test_a_writer_is_named_to_the_next_one(path):
+    ring = prepared(path, 20)
+    with pytest.raises(LockedError, match="this process holds the lock"):
+        BlockStore.open_to_save(path)
+    ring.store.close()
+    BlockStore.open_to_save(path).close()
+
+
+def test_a_copy_of_a_folder_is_another_store(path):
+    ring = prepared(path, 20)
+    os.rename(path, path + ".away")
+    shutil.copytree(path + ".away", path)
+    other = Ring(BlockStore.open_to_read(path))
+    other.write(1)
+    other.commit()
+    with pytest.raises(OSError, match="renamed"):
+        ring.write(1)
+    assert ring.content() == 20
+    assert committed(path) == 21
+    assert committed(path + ".away") == 20
+
+
+def test_a_store_is_outdated_when_another_one_has_saved(path):
+    saved(path)
+    late = Ring(BlockStore.open_to_read(path))
+    saved(path, 3)
+    for act in (lambda: late.write(1), late.commit, lambda: late.store.put({})):
+        with pytest.raises(StaleError, match="generation 1, which was loaded, found"):
+            act()
+    assert late.content() == 20  # it reads what it has loaded
+    assert committed(path) == 23
+
+
+# Generations.
+
+
+def test_what_a_reader_has_open_does_not_expire(path):
+    saved(path)
+    readers = [BlockStore.open_to_read(path)]
+    for number in range(6):
+        saved(path, 7 * number + 1)
+        readers.append(BlockStore.open_to_read(path))
+    assert commits.numbers(Folder(path)) == list(range(1, 8))
+    written = [faults.content(reader) for reader in readers]
+    assert written == sorted(written)
+    readers[2].close()
+    del readers[4]  # a reader that is gone needs no `close`
+    saved(path)
+    assert commits.numbers(Folder(path)) == [1, 2, 4, 6, 7, 8]
+    for reader in readers:
+        reader.close()
+    saved(path)
+    assert commits.numbers(Folder(path)) == [9]
+
+
+def test_what_an_expiry_could_not_finish_is_freed_by_the_next(path):
+    ring = prepared(path, 60)
+    for _ in range(8):
+        ring.write(5)
+        seen = []
+
+        def fail(operation, name, *rest, seen=seen):
+            seen.append(operation)
+            if operation == "fsync" and "unlink" in seen:
+                raise OSError(5, "Input/output error")
+
+        files.hook = fail
+        with pytest.raises(OSError, match="Input/output") as caught:
+            ring.commit()
+        files.hook = None
+        assert "has happened, and lasts" in caught.value.__notes__[0]
+        assert committed(path) == ring.written
     ring.commit()
-    written = sum(len(event[3]) for event in announced if event[0] == "pwrite")
-    assert written < 3 * 3004 + 10_000 + 75 * 8
-    assert sum(event[0] == "fsync" for event in announced) <= 6
+    ring.write(60)
+    ring.commit()
+    assert os.path.getsize(ring.store.arrays["x"].path) <= 2 * 8 * 2400
+    assert committed(path) == ring.written
 
 
-def test_what_was_promised_is_not_written_over_while_there_is_room(path, announced):
-    ring = faults.prepared(path, 75)
-    reader = faults.opened(path)
-    ring.write(faults.SLACK)
-    assert faults.content(reader) == 75
-    announced.clear()
-    ring.write(1)
-    order = [(event[0], os.path.basename(event[1])) for event in announced]
-    assert order[:2] == [("pwrite", ".numbers"), ("fsync", ".numbers")]
-    with pytest.raises(StaleError):
-        faults.content(reader)
-    assert 0 < faults.opened(path).lost < faults.SLACK
-
-
-def test_older_generations_stay_as_long_as_asked(path):
-    for stamp in range(6):
-        faults.Save(range(stamp * 100, stamp * 100 + 40), keep=2)(path)
-    assert generation.numbers(Folder(path)) == [4, 5, 6]
-    assert [faults.saved_at(path, number)[0] for number in (4, 5, 6)] == [300, 400, 500]
-    faults.Save(range(40), keep=0)(path)
-    assert generation.numbers(Folder(path)) == [7]
-    assert opening.damages(path) == []
-    with pytest.raises(FileNotFoundError, match="keep=n"):
-        faults.reopen(path, 5)
-
-
-def test_rows_that_a_failed_sync_may_have_lost_are_written_again(path, announced):
-    ring = faults.prepared(path, 20)
+def test_blocks_that_a_failed_sync_may_have_lost_are_written_again(path, announced):
+    ring = prepared(path, 16)
     ring.write(5)
     failed = []
 
     def fail_once(operation, name, *rest):
-        if operation == "fsync" and name.endswith("x.bin") and not failed:
+        if operation == "fsync" and "/x-" in name and not failed:
             failed.append(name)
             raise OSError(5, "Input/output error")
         announced.append((operation, name, *rest))
@@ -258,18 +380,20 @@ def test_rows_that_a_failed_sync_may_have_lost_are_written_again(path, announced
     assert "has not happened" in caught.value.__notes__[0]
     announced.clear()
     ring.commit()
-    again = [event[1:3] for event in announced if event[0] == "pwrite" and "x.bin" in event[1]]
-    assert again == [(failed[0], 20 * 3000)]
-    assert faults.content(faults.opened(path)) == 25
+    again = [event for event in announced if event[0] == "pwrite" and "/x-" in event[1]]
+    (position,) = {event[2] for event in again}
+    assert position == ring.store.arrays["x"].positions[2] * 2400  # only the block of those rows
+    assert announced.index(again[0]) < announced.index(("fsync", failed[0]))
+    assert committed(path) == 21
 
 
-@pytest.mark.parametrize("more", [37, 45, 54])
+@pytest.mark.parametrize("more", [37, 45, 60])
 def test_a_commit_that_failed_to_sync_can_be_made_after_more_writes(more, path):
-    ring = faults.prepared(path, 75)
+    ring = prepared(path, 75)
     ring.write(14)
 
     def fail(operation, name, *rest):
-        if operation == "fsync" and name.endswith("x.bin"):
+        if operation == "fsync" and "/x-" in name:
             raise OSError(5, "Input/output error")
 
     files.hook = fail
@@ -280,165 +404,46 @@ def test_a_commit_that_failed_to_sync_can_be_made_after_more_writes(more, path):
         files.hook = None
     ring.write(more)
     ring.commit()
-    assert faults.content(faults.opened(path)) == 89 + more
+    assert committed(path) == 89 + more
 
 
 def test_a_commit_does_not_make_damage_valid(path):
-    ring = faults.prepared(path, 20)
-    with open(os.path.join(path, "rows", "x.bin"), "r+b") as file:
-        file.seek(19 * 3000)
+    ring = prepared(path, 60)
+    with open(ring.store.arrays["x"].path, "r+b") as file:
+        file.seek(int(ring.store.arrays["x"].positions[3]) * 2400 + 50)
         file.write(b"damage")
-    ring.write(1)
-    with pytest.raises(DamagedError, match="leaf 'x'"):
-        ring.commit()
-
-
-def test_a_damaged_number_is_no_loss_without_a_word(path):
-    faults.BEFORE(path)
-    name = os.path.join(path, "rows", ".numbers")
-    with open(name, "r+b") as file:
-        file.seek(5 * 8 + 6)
-        file.write(b"\x40")
-    with pytest.raises(DamagedError, match="numbers"):
-        faults.reopen(path)
-    faults.SAVES["incremental"](path)  # rewrites all rows
-    assert faults.SAVES["incremental"].is_at(path)
-
-
-def test_folders_of_others_stay(tmp_path):
-    path = str(tmp_path)
-    for name in ("rows_of_mine", "rows-12"):
-        (tmp_path / name).mkdir()
-        with pytest.raises(ValueError, match=name):
-            faults.BEFORE(path)
-        (tmp_path / name).rmdir()
-    faults.BEFORE(path)
-    (tmp_path / "rows_of_mine").mkdir()
-    (tmp_path / "rows.csv").write_text("1,2")
-    (tmp_path / "rows-12").mkdir()
-    (tmp_path / "rows-12" / "notes").write_text("...")
-    faults.SAVES["other columns"](path)
-    assert {"rows_of_mine", "rows-12", "rows.csv"} <= set(os.listdir(path))
-    assert "rows" not in os.listdir(path)
-    (tmp_path / "rows-3").mkdir()
-    (tmp_path / "rows-3" / "notes").write_text("...")
-    with pytest.raises(ValueError, match="rows-3"):
-        faults.BEFORE(path)
-    assert os.listdir(tmp_path / "rows-3") == ["notes"]
-    (tmp_path / "rows-3" / "notes").unlink()
-    (tmp_path / "rows-3").rmdir()
-    (tmp_path / "rows-3").write_text("a file, or a link")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="rows-3"):
-            faults.BEFORE(path)
-        assert (tmp_path / "rows-3").read_text() == "a file, or a link"
-        (tmp_path / "rows-3").rename(tmp_path / "another")
-        (tmp_path / "rows-3").symlink_to("another")
-
-
-def test_names_that_only_look_like_generations_count_for_nothing(path):
-    faults.BEFORE(path)
-    for name in ("generation-9", "generation-\u0661", "generation-x"):
-        with open(os.path.join(path, name), "w") as file:
-            file.write("{")
-    assert generation.numbers(Folder(path)) == [1]
-    assert faults.BEFORE.is_at(path)
-
-
-def test_what_an_expiry_could_not_finish_is_freed_by_the_next(path):
-    ring = faults.prepared(path, 60)
-    for _ in range(8):
-        ring.write(5)
-
-        def fail(operation, name, *rest, seen=[]):  # noqa: B006
-            seen.append(operation)
-            if operation == "fsync" and "unlink" in seen:
-                raise OSError(5, "Input/output error")
-
-        files.hook = fail
-        with pytest.raises(OSError, match="Input/output") as caught:
-            ring.commit()
-        files.hook = None
-        assert "has happened, and lasts" in caught.value.__notes__[0]
+    ring.write(1)  # in another block
     ring.commit()
-    ring.write(15)
-    assert len(faults.opened(path).store.lost) == 0
+    (line,) = block_store.damages(path)
+    assert "leaf 'x', block 3" in line
+    with BlockStore.open_to_read(path) as store, pytest.raises(DamagedError, match="block 3"):
+        store.read({"x": np.zeros((60, 300), np.uint8)})
+    ring.put(np.arange(24, 32))  # the whole block
+    ring.commit()
+    assert committed(path) == ring.written
 
 
-def test_a_takeover_that_fails_leaves_the_writer_as_it_was(path, monkeypatch):
-    ring = faults.prepared(path, 20)
-    ring.write(3)
-    other = faults.opened(path)
-    with monkeypatch.context() as patch:
-        patch.setattr(other.store, "begin", lambda lock: other.store.missing)
-        with pytest.raises(AttributeError):
-            other.write(1)
-    ring.write(2)
-    assert faults.content(ring) == 25
-    other = faults.opened(path)
-    other.write(1)
-    with pytest.raises(StaleError):
-        ring.write(1)
+def test_a_save_from_memory_repairs_what_is_cut_short(path):
+    saved(path, 60)
+    name = BlockStore.open_to_read(path).arrays["x"].path
+    os.truncate(name, 3000)
+    with BlockStore.open_to_save(path) as store:
+        stamps = faults.stamps_of(60)
+        data = {name: faults.rows(stamps, width) for name, width in faults.WIDTHS.items()}
+        store.put({name: faults.source_of(name, it) for name, it in data.items()})
+        faults.commit(store, 60, stamps)
+    assert committed(path) == 60
+    assert not os.path.exists(name)
 
 
-def test_a_copy_of_a_folder_is_another_store(path, tmp_path):
-    ring = faults.prepared(path, 20)
-    os.rename(path, path + ".away")
-    shutil.copytree(path + ".away", path)
-    other = faults.opened(path)
-    other.write(1)
-    other.commit()
-    with pytest.raises(OSError, match="renamed"):
-        ring.write(1)
-    assert faults.content(faults.opened(path)) == 21
-
-
-# Places of slots, as runs.
-
-
-@st.composite
-def lying(draw):
-    """Draws the places of slots, in ring or random order, some never written; and the room."""
-    room = draw(st.integers(1, 12))
-    count = draw(st.integers(1, room))
-    order = draw(st.permutations(range(room)))
-    turned = np.roll(np.arange(room), draw(st.integers(0, room)))
-    of = np.asarray(draw(st.sampled_from([order, list(turned)]))[:count], np.int64)
-    never = draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    return np.where(never, places.NEVER, of), room
-
-
-@pytest.fixture(params=[0, 64], scope="module")
-def few(request):
-    """Handles runs in one NumPy call (0) or in a loop with pieces of three (64)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "_FEW", request.param)
-        patch.setattr(places, "_PIECE", 3)
-        yield
-
-
-@pytest.mark.usefixtures("few")
-@hypothesis.given(lying())
-def test_runs_say_where_all_slots_lie_and_are_as_few_as_can_be(where):
-    of, room = where
-    runs = places.runs_of(of)
-    np.testing.assert_array_equal(places.Places(runs, len(of), room).at(np.arange(len(of))), of)
-    follows = lambda s: s > 0 and of[s - 1] >= 0 and of[s] == of[s - 1] + 1
-    assert len(runs) == sum(of[s] >= 0 and not follows(s) for s in range(len(of)))
-
-
-@pytest.mark.usefixtures("few")
-@hypothesis.given(lying())
-def test_named_places_are_those_of_slots(where):
-    of, room = where
-    known = places.Places(places.runs_of(of), len(of), room)
-    assert np.flatnonzero(known.named()).tolist() == sorted(place for place in of if place >= 0)
-    assert known.reach == max((s + 1 for s in range(len(of)) if of[s] >= 0), default=0)
-    assert known.slots == len(of) and known.room == room
-    np.testing.assert_array_equal(known.runs, places.runs_of(of))
-    np.testing.assert_array_equal(known.used, of[: known.reach])
-    slots = {place: slot for slot, place in enumerate(of) if place >= 0}
-    assert known.slots_at().tolist() == [slots.get(place, -1) for place in range(room)]
+def test_a_closed_store_gives_its_lock_back(path):
+    with BlockStore.open_to_save(path) as store:
+        Ring(store).write(3)
+    store.close()  # again
+    BlockStore.open_to_save(path).close()
+    with pytest.raises(ZeroDivisionError), BlockStore.open_to_save(path):
+        _ = 1 / 0
+    BlockStore.open_to_save(path).close()
 
 
 # Writes wait for running draws.

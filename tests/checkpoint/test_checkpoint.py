@@ -19,11 +19,11 @@ import pytest
 
 import jrb
 from jrb import authoring, checkpoint, testing, types
-from jrb._store import generation
-from jrb._store.files import Folder
+from jrb._store import commits
 from jrb.authoring import casting
 from jrb.checkpoint import api, saving
 from tests import seams
+from tests.small_blocks import damage, file_of, small_blocks
 
 TED = {
     "observation": jnp.zeros(3),
@@ -103,6 +103,12 @@ BUFFERS = {
 def test_what_comes_back_is_what_was_there(name, tmp_path):
     buffer, state = filled(**BUFFERS[name])
     there_and_back(tmp_path / "native", buffer, state)
+    with small_blocks():  # the arrays move out of the generation, and back
+        there_and_back(tmp_path / "native", buffer, state)
+        state = buffer.empty(state)
+        there_and_back(tmp_path / "native", buffer, state)
+    there_and_back(tmp_path / "native", buffer, state)
+    assert os.listdir(tmp_path / "native" / "arrays") == []
 
 
 @pytest.mark.parametrize("name", [name for name in BUFFERS if name != "once"])
@@ -173,6 +179,9 @@ def test_every_dtype_and_name(layout, tmp_path):
     buffer = jrb.ReplayBuffer(24, num_envs=3)
     state = buffer.extend(buffer.init({**example, "keys": other}), items)
     assert_same(jrb.load(_saved(tmp_path, buffer, state, layout))[1], state)
+    if layout == "native":
+        with small_blocks():
+            there_and_back(tmp_path / "native", buffer, state)
 
 
 def _saved(tmp_path, buffer, state, layout):
@@ -225,21 +234,6 @@ def test_states_side_by_side(tmp_path):
     there_and_back(tmp_path, buffer, states)
     with pytest.raises(ValueError, match="under vmap"):
         jrb.save(tmp_path / "file.h5", buffer, states, layout="h5")
-
-
-@pytest.mark.parametrize("many", [False, True])
-def test_files_are_in_the_order_of_slots(many, tmp_path):
-    """Windows are stored by environment in memory, other units by slot; files are by slot."""
-    files = []
-    for unit in (jrb.Transition(), jrb.Sequence(1)):
-        buffer, state = filled(unit=unit)
-        if many:
-            state = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf, leaf]), state)
-        path = tmp_path / type(unit).__name__
-        jrb.save(path, buffer, state)
-        found = sorted((path / "rows").rglob("storage/**/*.bin"))
-        files.append([(file.name, file.read_bytes()) for file in found])
-    assert files[0] and files[0] == files[1]
 
 
 def test_a_mix(tmp_path):
@@ -361,11 +355,11 @@ def test_generations(tmp_path):
 def test_a_save_after_a_few_rows_writes_about_these(once, tmp_path):
     example = {"observation": jnp.zeros(256), "next": {"observation": jnp.zeros(256)}}
     buffer = jrb.ReplayBuffer(
-        4096, num_envs=2, storage=jrb.DeviceStorage(share_next_observations=once)
+        16_384, num_envs=2, storage=jrb.DeviceStorage(share_next_observations=once)
     )
     state = buffer.init(example)
     rows = lambda count, seed: testing.rows(example, jnp.float32(seed), count, 2)
-    state = buffer.extend(state, rows(3000, 1))
+    state = buffer.extend(state, rows(12_000, 1))
     whole = seams.bytes_written(lambda: jrb.save(tmp_path, buffer, state))
     assert whole > 0.9 * authoring.tree_nbytes(state)
     for seed in range(2, 40):
@@ -707,11 +701,11 @@ def test_a_killed_h5_save_leaves_a_file_that_the_next_one_takes_over(tmp_path):
 
 def change_meta(path, change):
     """Changes the newest generation's metadata, with valid checksums."""
-    folder = Folder(str(path))
-    opened = generation.newest(folder)
-    arrays = {name: opened.array(name, np.uint8).tobytes() for name in opened.arrays}
-    change(opened.body["meta"])
-    generation.write(folder, opened.body, arrays)
+    folder = commits.folder_at(str(path))
+    opened = commits.newest(folder)
+    change(opened.generation.meta)
+    commits.write(folder, opened.generation)
+    opened.close()
 
 
 @pytest.mark.faults
@@ -738,11 +732,37 @@ def test_a_store_of_another_kind_is_refused(tmp_path):
         jrb.load(tmp_path)
 
 
+@pytest.mark.parametrize(("version", "cure"), [(4, "load it with that one"), (6, "install it")])
+def test_another_version_is_refused_by_name_and_not_overwritten(version, cure, tmp_path):
+    buffer, state = filled()
+    jrb.save(tmp_path, buffer, state)
+    file = tmp_path / "generation-000000000001"
+    head, _, rest = file.read_bytes().partition(b"\n")
+    other = head.replace(b'"version":5', b'"version":%d' % version) + b"\n" + rest
+    file.write_bytes(other)
+    message = f"{file.name}: expected version 5 of the format, got version {version}.*{cure}"
+    for read in (jrb.load, checkpoint.metadata):
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        jrb.save(tmp_path, buffer, state)
+    assert file.read_bytes() == other
+
+
 def test_a_capacity_that_the_files_do_not_hold_is_refused(tmp_path):
     buffer, state = filled(envs=None, capacity=8)
     jrb.save(tmp_path, buffer, state)
     change_meta(tmp_path, lambda meta: meta["buffer"]["fields"].update(capacity=2**31 - 1))
-    with pytest.raises(ValueError, match="leaf 'storage/action': expected"):
+    with pytest.raises(
+        ValueError, match=r"leaf 'storage/action'.*: expected .* of 60129542116 bytes"
+    ):
+        jrb.load(tmp_path)
+    with small_blocks():
+        jrb.save(tmp_path, buffer, state)
+    change_meta(tmp_path, lambda meta: meta["buffer"]["fields"].update(capacity=2**31 - 1))
+    with pytest.raises(
+        ValueError, match=r"leaf 'storage/action'.*: expected .* of 60129542116 bytes"
+    ):
         jrb.load(tmp_path)
 
 
@@ -764,14 +784,33 @@ jrb.checkpoint.save_async(sys.argv[1], buffer, buffer.init({"x": jnp.zeros(5000)
 def test_flipped_bits_name_the_leaf_and_the_block(tmp_path):
     buffer, state = filled(example={"x": jnp.zeros(30_000)})
     jrb.save(tmp_path, buffer, state)
-    name = tmp_path / "rows" / "storage" / "x.bin"
-    data = bytearray(name.read_bytes())
-    data[70_000] ^= 4
-    name.write_bytes(data)
-    message = rf"{name.name}: leaf 'storage/x', block 0: expected the checksum"
+    file = file_of(tmp_path, "storage/x")
+    whole = file.read_bytes()
+    damage(file, 700_000, 4)
+    message = rf"{file.name}: leaf 'storage/x', block 2: expected the checksum"
     with pytest.raises(checkpoint.DamagedError, match=message):
         jrb.load(tmp_path)
     assert len(checkpoint.verify(tmp_path)) == 1
+    file.write_bytes(whole[:-1])
+    with pytest.raises(checkpoint.DamagedError, match=rf"{file.name}: "):
+        jrb.load(tmp_path)
+    assert len(checkpoint.verify(tmp_path)) == 1
+    file.unlink()
+    with pytest.raises(checkpoint.DamagedError, match="leaf 'storage/x': expected a file"):
+        jrb.load(tmp_path)
+    there_and_back(tmp_path, buffer, state)  # a save does not rely on what was damaged
+
+
+def test_flipped_bits_of_a_small_array_name_the_generation(tmp_path):
+    buffer, state = filled()
+    jrb.save(tmp_path, buffer, state)
+    file = tmp_path / "generation-000000000001"
+    damage(file, len(file.read_bytes()) - 1)
+    message = rf"{file.name}: array '.*': expected the checksum"
+    with pytest.raises(checkpoint.DamagedError, match=message):
+        jrb.load(tmp_path)
+    assert len(checkpoint.verify(tmp_path)) == 1
+    there_and_back(tmp_path, buffer, state)
 
 
 def rerun(buffer, seed, rows):
@@ -918,6 +957,11 @@ def test_an_h5_file_takes_any_name(tmp_path):
     buffer, state = filled(example=example)
     there_and_back(tmp_path / "file.h5", buffer, state, "h5")
     there_and_back(tmp_path / "native", buffer, state)
+    own = tmp_path / "own"
+    buffer, state = filled(example=example | {"A": 0, "x" * 300: 0}, storage=jrb.MemmapStorage(own))
+    jrb.save(own, buffer, state)
+    assert_same(jrb.items(*jrb.load(own)), jrb.items(buffer, state))
+    assert checkpoint.verify(own) == []
 
 
 def test_older_generations_of_a_mix_stay_as_long_as_asked(tmp_path):
@@ -986,16 +1030,14 @@ def test_verify_reads_by_pieces_of_any_size(layout, piece, tmp_path, monkeypatch
     buffer = jrb.ReplayBuffer(30, sampler=jrb.Prioritized())
     state = buffer.extend(buffer.init({"wide": jnp.zeros(3), "x": 0}), items)
     path = tmp_path / "a"
-    jrb.save(path, buffer, state, layout=layout)
     seams.verify_in_pieces(monkeypatch, piece)
+    with small_blocks(piece):
+        jrb.save(path, buffer, state, layout=layout)
     shares = []
     assert jrb.checkpoint.verify(path, shares.append) == []
     assert shares == sorted(shares)
     assert shares[-1] == 1
-    file = path if layout == "h5" else next(path.rglob("wide*.bin"))
-    data = bytearray(file.read_bytes())
-    place = bytes(data).find(np.float32(40).tobytes())
-    data[place] ^= 1
-    file.write_bytes(data)
+    file = path if layout == "h5" else file_of(path, "storage/arrays/uint32")
+    damage(file, file.read_bytes().find(np.float32(40).tobytes()))
     (line,) = jrb.checkpoint.verify(path)
     assert "checksum" in line

@@ -72,12 +72,14 @@ def test_a_version_that_never_was_is_refused(version, path):
     assert "version" in verify(path)[0]
 
 
-def test_a_newer_version_is_refused_by_name(path):
-    change_file(path, lambda file: file.attrs.update(version=2))
+@pytest.mark.parametrize(("version", "cure"), [(1, "load it with that one"), (3, "install it")])
+def test_another_version_is_refused_by_name(version, cure, path):
+    change_file(path, lambda file: file.attrs.update(version=version))
+    message = f"got version {version}. Another version of jrb wrote this; {cure}"
     for read in (jrb.load, metadata):
-        with pytest.raises(ValueError, match="A newer jrb wrote this"):
+        with pytest.raises(ValueError, match=message):
             read(path)
-    assert "A newer jrb wrote this" in verify(path)[0]
+    assert message in verify(path)[0]
 
 
 @pytest.mark.parametrize(

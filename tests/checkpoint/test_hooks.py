@@ -13,6 +13,7 @@ import jrb
 from jrb import authoring, checkpoint, testing
 from tests.checkpoint.test_checkpoint import BUFFERS, TED, assert_same, filled
 from tests.seams import bytes_written
+from tests.small_blocks import small_blocks, written_blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.CopyWarning")]
 
@@ -76,6 +77,9 @@ def test_what_is_encoded_without_loss_comes_back_to_the_bit(name, tmp_path):
     again, back = jrb.load(tmp_path, decode=functools.partial(unsqueeze, spec))
     assert again == buffer
     assert_same(back, state)
+    with small_blocks(3 * WIDTH):
+        jrb.save(tmp_path, buffer, state, encode=squeeze)
+        assert_same(jrb.load(tmp_path, decode=functools.partial(unsqueeze, spec))[1], state)
     assert checkpoint.verify(tmp_path) == []
 
 
@@ -224,6 +228,56 @@ def test_another_state_is_not_taken_for_the_one_before(tmp_path):
     for state in (*states, later, edited, states[0], buffer.empty(later), states[1]):
         jrb.save(tmp_path, buffer, state, encode=negated)
         assert_same(jrb.load(tmp_path, decode=restored)[1], state)
+
+
+STORAGES = {"device": jrb.DeviceStorage, "memmap": jrb.MemmapStorage}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("background", [False, True])
+def test_chunks_of_zeros_are_not_encoded_and_come_back_as_zeros(storage, background, tmp_path):
+    example = {"observation": jnp.zeros(8)}
+    buffer = jrb.ReplayBuffer(1000, storage=STORAGES[storage]())
+    rows = {"observation": jnp.arange(1.0, 801.0).reshape(100, 8)}
+    state = buffer.extend(buffer.init(example), rows)
+    save, seen = checkpoint.save_async if background else jrb.save, []
+
+    def encode(items):
+        seen.append(items["observation"][:, 0].tolist())
+        return negated(items)
+
+    def there_and_back(state):
+        seen.clear()
+        save(tmp_path, buffer, state, encode=encode)
+        again, back = jrb.load(tmp_path, decode=restored)
+        if storage == "device":
+            assert_same(back, state)
+        assert_same(jrb.items(again, back), jrb.items(buffer, state))
+        assert checkpoint.verify(tmp_path) == []
+        return sum(seen, [])
+
+    with small_blocks(256):  # chunks of 8 rows
+        assert len(there_and_back(state)) == 1 + 104
+        # One row of zeros as an example, and five chunks which show if the function has changed.
+        assert len(there_and_back(state)) == 1 + 5 * 8
+        slots = jnp.arange(16, 24)
+        state = buffer.set(state, slots, {"observation": jnp.zeros((8, 8))})
+        first = there_and_back(state)
+        assert 129.0 not in first and len(first) <= 1 + 5 * 8
+        assert written_blocks(tmp_path, "items/observation") == [0, 1, *range(3, 13)]
+        state = buffer.set(state, slots[:1], {"observation": jnp.ones((1, 8))})
+        assert there_and_back(state).count(1.0) >= 1
+        assert written_blocks(tmp_path, "items/observation") == [*range(13)]
+
+
+def test_an_empty_buffer_of_many_slots_costs_nothing(tmp_path):
+    buffer = jrb.ReplayBuffer(1_000_000, storage=jrb.MemmapStorage())
+    state = buffer.add(buffer.init({"observation": jnp.zeros(8)}), {"observation": jnp.ones(8)})
+    written = bytes_written(lambda: jrb.save(tmp_path, buffer, state, encode=negated))
+    assert written < 1_000_000
+    again, back = jrb.load(tmp_path, decode=restored)
+    assert_same(jrb.items(again, back), jrb.items(buffer, state))
 
 
 @pytest.mark.parametrize("storage", [jrb.MemmapStorage, lambda path: jrb.SpillStorage(path, 6)])

@@ -12,7 +12,8 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from tests._store import faults
+from tests._store import injection
+from tests.small_blocks import small_blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -53,12 +54,14 @@ def test_an_interrupt_at_any_line_of_extend_and_save(storage, first, tmp_path):
         buffer = jrb.ReplayBuffer(
             8, batch_size=4, storage=STORAGES[storage](path), sampler=jrb.Prioritized()
         )
-        state = buffer.extend(buffer.init({"x": jnp.zeros(())}), numbered(0, 8))
-        jrb.save(path, buffer, state)
-        trace = faults.Interrupt(ROOT, number)
-        state = attempted(trace, lambda: buffer.extend(state, numbered(8, 3)))  # noqa: B023
-        attempted(trace, lambda: jrb.save(path, buffer, state))  # noqa: B023
-        attempted(trace, lambda: checkpoint.save_async(path, buffer, state).wait())  # noqa: B023
+        with small_blocks(16):  # of four rows
+            state = buffer.extend(buffer.init({"x": jnp.zeros(())}), numbered(0, 8))
+            jrb.save(path, buffer, state)
+            trace = injection.Interrupt(ROOT, number)
+            state = attempted(trace, lambda: buffer.extend(state, numbered(8, 3)))  # noqa: B023
+            attempted(trace, lambda: jrb.save(path, buffer, state))  # noqa: B023
+            background = lambda: checkpoint.save_async(path, buffer, state).wait()  # noqa: B023
+            attempted(trace, background)
         over = trace.lines < number
         again, back = jrb.load(path)
         held = sorted(np.asarray(again.take(back, jnp.arange(8))["x"]).tolist())
@@ -78,7 +81,7 @@ def test_an_interrupt_where_a_save_in_the_background_begins_or_ends_hangs_nothin
         number += 1
         path, trace = (
             tmp_path / str(number),
-            faults.Interrupt(inspect.getfile(checkpoint.Save), number),
+            injection.Interrupt(inspect.getfile(checkpoint.Save), number),
         )
         for _ in range(2):
             attempted(trace, lambda: checkpoint.save_async(path, buffer, state).wait())  # noqa: B023

@@ -13,6 +13,7 @@ import jrb
 from jrb import checkpoint
 from tests import seams
 from tests.checkpoint.test_hooks import negated, restored
+from tests.small_blocks import small_blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -49,6 +50,7 @@ def cases():
     before, after = words(2)
     plain = (BUFFER, one, other)
     several = {"a": BUFFER, "rows": LIST}
+    yield "rows", *plain, {}, lambda _: {}
     yield "encode", *plain, {"encode": negated}, lambda _: {"decode": restored}
     yield "list", LIST, before, after, {}, lambda _: {}
     first, second = {"a": one, "rows": before}, {"a": other, "rows": after}
@@ -74,19 +76,25 @@ def found(path, buffer, states, back):
     raise AssertionError(path)
 
 
-KILLED = [(name, name in ("encode", "several")) for name in CASES]  # True: saved in the background
+BACKGROUND = {"encode", "several"}
 
 
-@pytest.mark.parametrize(("name", "background"), KILLED)
-def test_a_save_that_is_killed_at_any_moment_has_happened_or_not(
-    name, background, tmp_path, monkeypatch
-):
+@pytest.fixture(params=["small", "blocks"])
+def _size(request):
+    """Saves small arrays as they are, and in blocks."""
+    with small_blocks(48) if request.param == "blocks" else contextlib.nullcontext():
+        yield
+
+
+@pytest.mark.usefixtures("_size")
+@pytest.mark.parametrize("name", CASES)
+def test_a_save_that_is_killed_at_any_moment_has_happened_or_not(name, tmp_path, monkeypatch):
     seams.use_one_thread(monkeypatch)
     buffer, old, new, out, back = CASES[name]
     path = tmp_path / "saved"
     jrb.save(path, buffer, old, extra={"step": 0}, **out)
     with seams.copied_at_each_operation(path, tmp_path) as copies:
-        if background:
+        if name in BACKGROUND:
             checkpoint.save_async(path, buffer, new, extra={"step": 1}, **out).wait()
         else:
             jrb.save(path, buffer, new, extra={"step": 1}, **out)
@@ -99,6 +107,7 @@ def test_a_save_that_is_killed_at_any_moment_has_happened_or_not(
         assert found(one, buffer, (old, new), back) == 1
 
 
+@pytest.mark.usefixtures("_size")
 @pytest.mark.parametrize("name", CASES)
 def test_a_disk_that_fails_at_any_operation_leaves_the_old_or_the_new(name, tmp_path):
     buffer, old, new, out, back = CASES[name]

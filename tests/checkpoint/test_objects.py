@@ -16,6 +16,7 @@ import pytest
 import jrb
 from jrb import authoring, checkpoint
 from tests.seams import bytes_written
+from tests.small_blocks import damage, file_of
 
 pytestmark = pytest.mark.slow
 
@@ -264,10 +265,14 @@ def test_in_a_mix_with_another(tmp_path):
 def test_damage_is_found(tmp_path):
     buffer, state = made([{"x": np.arange(3000), "n": n} for n in range(100)])
     jrb.save(tmp_path, buffer, state)
-    name = tmp_path / "generation-000000000001"
-    data = bytearray(name.read_bytes())
-    data[70_000] ^= 4
-    name.write_bytes(data)
-    with pytest.raises(checkpoint.DamagedError, match="objects"):
+    file = file_of(tmp_path, "objects")
+    damage(file, 700_000, 4)
+    with pytest.raises(checkpoint.DamagedError, match="objects', block 2"):
+        jrb.load(tmp_path)
+    assert len(checkpoint.verify(tmp_path)) == 1
+    buffer, state = made([{"n": n} for n in range(100)])
+    jrb.save(tmp_path, buffer, state)
+    damage(tmp_path / "generation-000000000002", -9, 4)
+    with pytest.raises(checkpoint.DamagedError, match=r"array '.*': expected the checksum"):
         jrb.load(tmp_path)
     assert len(checkpoint.verify(tmp_path)) == 1

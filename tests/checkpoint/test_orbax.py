@@ -22,7 +22,7 @@ ocp = pytest.importorskip("orbax.checkpoint")
 orbax = importlib.import_module("jrb.checkpoint.orbax")
 
 BUFFER = jrb.ReplayBuffer(
-    capacity=600, num_envs=2, batch_size=8, sampler=jrb.Prioritized(stratified=False)
+    capacity=6000, num_envs=2, batch_size=8, sampler=jrb.Prioritized(stratified=False)
 )
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3)}
 ITEM = {"x": jnp.zeros(4), "key": jax.random.key(0)}
@@ -218,8 +218,8 @@ def test_another_description_is_refused(tmp_path):
     with managed(tmp_path) as manager:
         manager.save(0, args=save_args(filled()))
         manager.wait_until_finished()
-        other = jrb.ReplayBuffer(capacity=300, num_envs=2, sampler=BUFFER.sampler)
-        with pytest.raises(ValueError, match=r"buffer.capacity: expected 600"):
+        other = jrb.ReplayBuffer(capacity=3000, num_envs=2, sampler=BUFFER.sampler)
+        with pytest.raises(ValueError, match=r"buffer.capacity: expected 6000"):
             manager.restore(0, args=restore_args(buffer=other))
 
 

@@ -1,5 +1,7 @@
 """Checkpoints of sharded states: exact on all numbers of devices, complete if processes die."""
 
+import contextlib
+import functools
 import os
 import shutil
 import threading
@@ -14,8 +16,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jrb
 from jrb import checkpoint
 from jrb.checkpoint import api, descriptions, saving
-from jrb.checkpoint.saving import ExtraData
+from jrb.checkpoint.external_items import Outward
 from tests import seams
+from tests.small_blocks import damage, file_of, small_blocks
 
 pytestmark = [
     pytest.mark.slow,
@@ -73,9 +76,7 @@ def test_what_was_saved_on_some_devices_goes_on_bit_for_bit_on_others(devices, t
     assert checkpoint.verify(tmp_path / "set") == []
     told = checkpoint.metadata(tmp_path / "set")
     assert (told["kind"], list(told["parts"])) == ("sharded", ["0", "1", "2", "3"])
-    part, one = jrb.load(tmp_path / "set" / "2")  # each part is an ordinary checkpoint
-    assert part == sharded.part
-    chex.assert_trees_all_equal(one, jax.tree.map(lambda leaf: np.asarray(leaf)[2], state))
+    assert told["parts"]["2"]["capacity"] == sharded.part.capacity
 
 
 def test_a_description_that_is_given_says_the_mesh_and_what_is_drawn(tmp_path):
@@ -157,11 +158,22 @@ def filled_wide(sharded):
 
 def test_shards_that_are_missing_or_damaged_are_named(tmp_path):
     sharded = jrb.Sharded(BUFFER, S, mesh_of(4))
-    jrb.save(tmp_path, sharded, filled(sharded))
-    shutil.rmtree(tmp_path / "3")
-    with pytest.raises((FileNotFoundError, jrb.checkpoint.DamagedError), match="3"):
+    state = filled(sharded)
+    with small_blocks():
+        jrb.save(tmp_path, sharded, state)
+    file = file_of(tmp_path, "3/storage/arrays/uint32")
+    damage(file, 5)
+    message = f"{file.name}: leaf 'storage/.*', block 0: expected the checksum"
+    with pytest.raises(jrb.checkpoint.DamagedError, match=message):
         jrb.load(tmp_path)
-    assert any("3" in line for line in checkpoint.verify(tmp_path))
+    (line,) = checkpoint.verify(tmp_path)
+    assert file.name in line
+    file.unlink()
+    with pytest.raises(jrb.checkpoint.DamagedError, match=f"{file.name}: .*found none"):
+        jrb.load(tmp_path)
+    assert file.name in checkpoint.verify(tmp_path)[0]
+    jrb.save(tmp_path, sharded, state)
+    chex.assert_trees_all_equal(jax.device_get(jrb.load(tmp_path)[1]), jax.device_get(state))
     with pytest.raises(ValueError, match=r"expected a state of 4 shards"):
         jrb.save(tmp_path, sharded, BUFFER.init(EXAMPLE))
 
@@ -202,7 +214,7 @@ class Process(saving.ProcessGroup):
         return super().all_gather_json(alone)
 
 
-def saved_by(count, path, sharded, state, monkeypatch, **options):
+def saved_by(count, path, sharded, state, monkeypatch, extra=None, background=False):
     """Saves from `count` simulated processes; returns the generation or the error of each."""
     board, local = Board(count), threading.local()
     whole = jrb.Sharded.split
@@ -226,8 +238,7 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
 
         return alone
 
-    for name in ("_expire_parts", "close"):
-        monkeypatch.setattr(saving.GroupJob, name, in_turn(getattr(saving.GroupJob, name)))
+    monkeypatch.setattr(saving.SaveJob, "close", in_turn(saving.SaveJob.close))
     seams.use_one_thread(monkeypatch)
     told = [None] * count
 
@@ -235,8 +246,13 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
         local.number = number
         try:
             saved = saving.snapshot(sharded, state)
-            extra = options.get("extra", ExtraData())
-            told[number] = api.save_snapshot(str(path), saved, 0, extra)
+            if background:
+                save = api.Save(0)
+                save._begin(str(path), saved, extra, Outward())
+                save.wait()
+                told[number] = checkpoint.generations(path)[-1]
+            else:
+                told[number] = api.save_snapshot(str(path), saved, 0, extra)
         except OSError as error:
             told[number] = error
 
@@ -250,7 +266,7 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
 
 
 def step(number):
-    return saving.extra_data({"step": number}, copy=False)
+    return saving.extra_arrays({"step": number})
 
 
 def there(path, sharded, states):
@@ -261,23 +277,53 @@ def there(path, sharded, states):
     return extra["step"]
 
 
-@pytest.mark.parametrize("count", [2])
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("count", "large", "background"),
+    [(2, True, False), (4, True, True), (2, False, False)],
+    ids=["blocks", "background", "small"],
+)
 def test_processes_that_are_killed_at_any_moment_leave_the_old_or_the_new(
-    count, tmp_path, monkeypatch
+    count, large, background, tmp_path, monkeypatch
 ):
     sharded = jrb.Sharded(BUFFER, S)
     old, path = filled(sharded), tmp_path / "set"
     new = sharded.add(old, rows(np.random.default_rng(1), E))
-    assert saved_by(count, path, sharded, old, monkeypatch, extra=step(0)) == [1] * count
-    with seams.copied_at_each_operation(path, tmp_path) as copies:
-        told = saved_by(count, path, sharded, new, monkeypatch, extra=step(1))
-    assert told == [2] * count
-    found = [there(one, sharded, (old, new)) for one in copies]
-    assert found == sorted(found)
-    assert set(found) == {0, 1}
-    for one in copies[:: max(1, len(copies) // 6)]:
-        saved_by(count, one, sharded, new, monkeypatch, extra=step(1))
-        assert there(one, sharded, (old, new)) == 1
+    with small_blocks(128) if large else contextlib.nullcontext():
+        save = functools.partial(saved_by, count, sharded=sharded, monkeypatch=monkeypatch)
+        save = functools.partial(save, background=background)
+        assert save(path=path, state=old, extra=step(0)) == [1] * count
+        with seams.copied_at_each_operation(path, tmp_path) as copies:
+            told = save(path=path, state=new, extra=step(1))
+        assert told == [2] * count
+        found = [there(one, sharded, (old, new)) for one in copies]
+        assert found == sorted(found)
+        assert set(found) == {0, 1}
+        for one in copies[:: max(1, len(copies) // 6)]:
+            save(path=one, state=new, extra=step(1))
+            assert there(one, sharded, (old, new)) == 1
+
+
+def test_each_process_writes_what_is_new_in_its_shards(tmp_path, monkeypatch):
+    sharded = jrb.Sharded(jrb.ReplayBuffer(2**12 * E, E), S)
+    state = filled_wide(sharded)
+    assert saved_by(4, tmp_path, sharded, state, monkeypatch) == [1] * 4
+    state = sharded.add(state, {"x": jnp.ones((E, 64))})
+    told = []
+    written = seams.bytes_written(
+        lambda: told.extend(saved_by(4, tmp_path, sharded, state, monkeypatch))
+    )
+    assert told == [2] * 4
+    assert 0 < written < 0.2 * sharded.nbytes({"x": jnp.zeros(64)})
+    chex.assert_trees_all_equal(jax.device_get(jrb.load(tmp_path)[1]), jax.device_get(state))
+    assert checkpoint.verify(tmp_path) == []
+    for number in range(3, 6):  # by another number of processes, which use room again
+        state = sharded.add(state, {"x": jnp.full((E, 64), float(number))})
+        assert saved_by(2, tmp_path, sharded, state, monkeypatch) == [number] * 2
+    chex.assert_trees_all_equal(jax.device_get(jrb.load(tmp_path)[1]), jax.device_get(state))
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*.bin"))
+    assert size < 1.5 * sharded.nbytes({"x": jnp.zeros(64)})
+    assert checkpoint.verify(tmp_path) == []
 
 
 @pytest.mark.faults
@@ -288,24 +334,26 @@ def test_a_disk_that_fails_in_one_process_fails_the_save_of_all(strikes, tmp_pat
     new = sharded.add(old, rows(np.random.default_rng(1), E))
     while not over:
         path, left = tmp_path / str(number), [number]
-        saved_by(count, path, sharded, old, monkeypatch, extra=step(0))
+        with small_blocks(128):
+            saved_by(count, path, sharded, old, monkeypatch, extra=step(0))
 
-        def strike(operation, where, *rest, path=path, left=left):
-            part = os.path.relpath(where, path).split(os.sep)[0]
-            left[0] -= (int(part) % count if part.isdigit() else 0) == strikes
-            if left[0] == -1:
-                raise OSError(28, "No space left on device")
+            def strike(operation, where, *rest, left=left):
+                part = os.path.basename(where).split(".")[0]
+                left[0] -= (int(part) % count if part.isdigit() else 0) == strikes
+                if left[0] == -1:
+                    raise OSError(28, "No space left on device")
 
-        with seams.hooked(strike):
-            told = saved_by(count, path, sharded, new, monkeypatch, extra=step(1))
-        over = left[0] >= 0
-        failed = [isinstance(one, OSError) for one in told]
-        assert failed == [False] * count if over else any(failed)
-        assert there(path, sharded, (old, new)) in ((1,) if over else (0, 1))
-        assert saved_by(count, path, sharded, new, monkeypatch, extra=step(1))[0] >= 2
-        assert there(path, sharded, (old, new)) == 1
+            with seams.hooked(strike):
+                told = saved_by(count, path, sharded, new, monkeypatch, extra=step(1))
+            over = left[0] >= 0
+            failed = [isinstance(one, OSError) for one in told]
+            assert failed == [False] * count if over else any(failed)
+            assert there(path, sharded, (old, new)) in ((1,) if over else (0, 1))
+            assert saved_by(count, path, sharded, new, monkeypatch, extra=step(1))[0] >= 2
+            assert there(path, sharded, (old, new)) == 1
         shutil.rmtree(path)
         number += 9
+    assert number > 18
 
 
 def test_one_that_fails_before_it_writes_says_so_to_the_others():

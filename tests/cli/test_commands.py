@@ -19,6 +19,7 @@ from jrb import authoring, cli
 from jrb.cli import inspect, sources, stats
 from tests.cli import paths
 from tests.cli.paths import LENGTHS, OTHERS, OURS, call, make
+from tests.small_blocks import small_blocks
 
 KEYS = {
     *("path", "kind", "description", "size", "capacity", "num_envs", "nbytes", "disk"),
@@ -151,7 +152,8 @@ def files_below(path, ending=""):
 
 @pytest.mark.parametrize("kind", ["native", "store"])
 def test_verify_has_a_line_for_every_damage(kind, tmp_path, capsys):
-    path = make(kind, tmp_path)
+    with small_blocks():
+        path = make(kind, tmp_path)
     for file in files_below(path, ".bin")[:2]:
         flip(file, 5)
     status, out, err = call(capsys, "verify", path)
@@ -161,14 +163,25 @@ def test_verify_has_a_line_for_every_damage(kind, tmp_path, capsys):
 
 
 def test_verify_finds_damaged_parts(tmp_path, capsys):
-    path = make("several", tmp_path)
-    flip(next(name for name in files_below(path, ".bin") if "/a/" in name), 3)
+    with small_blocks():
+        path = make("several", tmp_path)
+    file = next(name for name in files_below(path, ".bin") if "/b%252Fc." in name)
+    flip(file, 3)
     status, out, _ = call(capsys, "verify", path)
     assert status == 1
-    assert len(out.splitlines()) == 1
-    os.remove(files_below(os.path.join(path, "a"), "000001")[0])
+    assert len(out.splitlines()) == 1 and file in out
+    os.remove(file)
+    status, out, _ = call(capsys, "verify", path)
+    assert status == 1 and file in out
+
+
+def test_verify_finds_a_damaged_generation(tmp_path, capsys):
+    path = make("native", tmp_path)
+    file = files_below(path, "000001")[0]
+    flip(file, os.path.getsize(file) - 1)
     status, out, _ = call(capsys, "verify", path)
     assert status == 1
+    assert len(out.splitlines()) == 1 and file in out
 
 
 def recording_of_frames(folder):

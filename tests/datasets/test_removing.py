@@ -15,6 +15,7 @@ from jrb.checkpoint import LockedError
 from jrb.datasets import library
 from tests.cli import paths
 from tests.cli.paths import call
+from tests.small_blocks import small_blocks
 
 FOLDERS = ["native", "store", "several", "torchrl", "minari", "recorded", "parquet", "npz"]
 
@@ -116,15 +117,28 @@ def test_a_folder_with_files_of_others_stays_whole(kind, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["native", "store", "several"])
 def test_a_file_that_no_table_has_stays_among_its_rows(kind, tmp_path):
-    path = made(kind, tmp_path / "sets")
-    rows = next(folder for folder in path.rglob("rows") if folder.is_dir())
-    other = rows / "notes.bin"
-    other.write_bytes(b"all of it")
-    before = below(path)
-    with pytest.raises(ValueError, match=r"rows/notes\.bin"):
-        remove(path)
-    assert below(path) == before
-    other.unlink()
+    with small_blocks():
+        path = made(kind, tmp_path / "sets")
+    for name in ("notes.bin", "notes-1.bin", "notes-1-1.txt", "more/x-1-1.bin"):
+        other = path / "arrays" / name
+        other.parent.mkdir(exist_ok=True)
+        other.write_bytes(b"all of it")
+        before = below(path)
+        with pytest.raises(ValueError, match=r"arrays/(notes|more)"):
+            remove(path)
+        assert below(path) == before
+        other.unlink()
+    other.parent.rmdir()
+    remove(path)
+    assert os.listdir(path.parent) == []
+
+
+@pytest.mark.xfail(reason="an empty arrays/ is taken for a folder of somebody else")
+def test_a_checkpoint_whose_arrays_have_become_small_goes_without_a_rest(tmp_path):
+    with small_blocks():
+        path = made("native", tmp_path / "sets")
+    jrb.save(path, *paths.filled())
+    assert os.listdir(path / "arrays") == []
     remove(path)
     assert os.listdir(path.parent) == []
 
@@ -148,8 +162,7 @@ def test_what_is_being_written_to_stays(kind, tmp_path, capsys):
         jrb.save(path, *writer)
     else:
         paths.make("several", tmp_path)
-        part = next(one for one in path.iterdir() if one.is_dir() and one.name != "rows")
-        writer = Lock(Folder(str(part)))
+        writer = Lock(Folder(str(path)))
     before = below(tmp_path)
     with pytest.raises(LockedError, match="this process holds the lock"):
         remove(path)
@@ -179,7 +192,7 @@ def test_links_and_the_folder_of_the_source_are_refused(tmp_path, capsys):
     source = made("native", tmp_path / "sets")
     (tmp_path / "way").symlink_to(source)
     before = below(tmp_path)
-    for dest in (source, source.parent, tmp_path / "way", source / "rows"):
+    for dest in (source, source.parent, tmp_path / "way", source / "arrays"):
         status, _, err = call(capsys, "convert", source, dest, "--to", "h5", "--overwrite")
         assert status == 1 and "apart from" in err
     assert below(tmp_path) == before
@@ -262,11 +275,13 @@ def several(path, buffer, state):
 
 def test_what_lies_among_the_rows_stays(tmp_path):
     buffer, state = paths.filled()
-    jrb.save(tmp_path / "run", buffer, state)
-    notes = tmp_path / "run" / "rows" / "notes.md"
+    with small_blocks():
+        jrb.save(tmp_path / "run", buffer, state)
+    notes = tmp_path / "run" / "arrays" / "notes.md"
     notes.write_text("...")
     jrb.save(tmp_path / "run", *jrb.from_items({"x": np.zeros(3, np.float32)}))
     assert notes.read_text() == "..."
+    assert os.listdir(notes.parent) == ["notes.md"]
 
 
 @pytest.mark.parametrize("content", [b"", b"thesis", "hdf5", "npz"])

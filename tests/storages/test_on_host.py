@@ -268,8 +268,9 @@ def test_memory_is_known_before(storage, tmp_path):
     )
     told = buffer.nbytes(EXAMPLE)
     assert not (tmp_path / "store").exists()
-    state = buffer.init(EXAMPLE)
-    files = sum(name.stat().st_size for name in (tmp_path / "store/rows").rglob("*.*"))
+    state = buffer.extend(buffer.init(EXAMPLE), steps(0, 6, 2))
+    jrb.save(tmp_path / "store", buffer, state)
+    files = sum(file.stat().st_size for file in (tmp_path / "store/arrays").iterdir())
     assert files > sum(leaf.size * leaf.dtype.itemsize for leaf in _raw(plain_items()))
     arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.dtype != KEY.dtype)
     keys = sum(
@@ -297,11 +298,19 @@ def _raw(tree):
     ]
 
 
-def test_files_are_raw_rows(tmp_path):
-    buffer, state = pair(jrb.MemmapStorage(tmp_path / "store"))
-    state = buffer.extend(state, numbered(*range(10)))
-    rows = np.fromfile(tmp_path / "store/rows/x.bin", np.float32).reshape(-1, 2)
-    np.testing.assert_array_equal(rows[:8, 0], range(2, 10))
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_room_that_is_reserved_stays_reserved(rounds, tmp_path):
+    path = None if rounds == 1 else tmp_path / "store"
+    buffer, state = pair(jrb.MemmapStorage(path, prealloc=True), capacity=100_000)
+    folder = pathlib.Path(state.storage.rows.store.path)
+    on_disk = lambda: sum(512 * file.stat().st_blocks for file in folder.glob("arrays/*"))
+    reserved = rounds * buffer.nbytes({"x": jnp.zeros(2)}, "files")
+    assert on_disk() >= reserved
+    for number in range(3):
+        state = buffer.extend(state, numbered(*range(number, number + 9)))
+        if path is not None:
+            jrb.save(path, buffer, state)
+        assert on_disk() >= reserved
 
 
 def test_temporary_folders_go_with_the_last_state():

@@ -11,6 +11,7 @@ from jrb import read
 from jrb.authoring import enable_x64, leaf_names
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import DamagedError
+from jrb.checkpoint.descriptions import each
 from jrb.datasets.format import Source
 from jrb.datasets.reading import tabular
 from jrb.datasets.reading.buffered import episode_table
@@ -33,6 +34,7 @@ class Checkpoint(tabular.TableFormat):
         buffer: the buffer, needed only if it contains functions, as for `jrb.load`.
         state: the number of one of the saved states, if these are under `vmap`; a tuple of numbers
             for several axes.
+        part: the name of one of several saved buffers, such as "demo", or "0" in a tuple or mix.
         stamp: the identity of the opened files, set by `jrb.datasets.open`.
     """
 
@@ -44,6 +46,7 @@ class Checkpoint(tabular.TableFormat):
     verify: bool = True
     buffer: ReplayBuffer | None = None
     state: int | tuple[int, ...] | None = None
+    part: str | None = None
     stamp: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,10 +116,8 @@ def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
     with enable_x64():
         options = {"generation": number, "verify": format.verify}
         buffer, state = jrb.load(path, format.buffer, **options)
-        if not isinstance(buffer, ReplayBuffer):
-            inside = (os.path.join(path, name) for name in sorted(os.listdir(path)))
-            parts = ", ".join(each for each in inside if jrb.checkpoint.is_checkpoint(each))
-            check(False, path, "a single buffer", f"several. Open one of them: {parts}")
+        if format.part is not None or not isinstance(buffer, ReplayBuffer):
+            buffer, state = _part_of(path, buffer, state, format.part)
         state = read.one_state(path, state, format.state)
         keys = format.keys or buffer.keys
         if keys != buffer.keys:
@@ -131,3 +132,20 @@ def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
     stat = os.stat(path)
     about = stat.st_mtime_ns if number is None else jrb.checkpoint.metadata(path, number)
     return table, number, repr((stat.st_ino, about, len(table.ends)))
+
+
+def _part_of(path: str, buffer: Any, state: Any, part: str | None) -> tuple[ReplayBuffer, Any]:
+    """Returns one of several buffers, or of the shards of one, and its state."""
+    parts = {} if isinstance(buffer, ReplayBuffer) else each(buffer)
+    expected = (
+        f"one of {list(parts)}, as it has several buffers" if parts else "None, as it has one"
+    )
+    check(part in parts, f"{path}: part", expected, repr(part))
+    if isinstance(buffer, jrb.Sharded):
+        names = buffer.names()
+        states = {names[number]: one for number, one in buffer.split(state).items()}
+    else:
+        states = each(state)
+    one = parts[str(part)]
+    check(isinstance(one, ReplayBuffer), f"{path}: part", "the name of a single buffer", repr(part))
+    return one, states[str(part)]

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import LostWarning, StaleError, authoring
+from jrb import StaleError, authoring
 from jrb.checkpoint import DamagedError
 from tests.datasets.access import assert_same
+from tests.small_blocks import damage, file_of, small_blocks
 
 pytestmark = pytest.mark.slow
 
-NARROW = "action+3.bin"
-"""The file of action, log_prob and poses, which lie side by side."""
+NARROW = "storage/arrays/uint32"
+"""The array of action, log_prob and poses, which are packed."""
 
 
 def steps(rng, *lead, chance=0.15):
@@ -216,25 +217,27 @@ def test_a_dataset_stays_what_it_was_when_it_was_opened(tmp_path):
         jrb.datasets.open(path, generation=7)
 
 
-def test_rows_that_were_overwritten_since_are_not_taken_for_others(tmp_path):
+def test_rows_that_were_overwritten_since_are_still_those_of_the_dataset(tmp_path):
     path = tmp_path / "a"
-    buffer = jrb.ReplayBuffer(40, storage=jrb.MemmapStorage(path, spare_fraction=0.0))
+    buffer = jrb.ReplayBuffer(40, storage=jrb.MemmapStorage(path))
     data = steps(np.random.default_rng(1), 40)
     state = buffer.init(jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data))
-    state = buffer.extend(state, data)
+    with small_blocks(64):
+        state = buffer.extend(state, data)
     jrb.save(path, buffer, state)
     found = jrb.datasets.open(path)
+    before = next(found.steps(rows=40))
+    assert_same(before["log_prob"], data["log_prob"])
+    later = steps(np.random.default_rng(2), 30)
     for _ in range(3):
-        state = buffer.extend(state, jax.tree.map(lambda leaf: leaf[:30], data))
-    with pytest.raises(StaleError):
-        next(found.steps(rows=40))
-    with pytest.warns(LostWarning, match="are gone"):
-        left = jrb.datasets.open(path)
-    assert left.transitions < 40
-    with pytest.warns(LostWarning):
-        loaded = jrb.load(path)
-    assert left.transitions == loaded[0].size(loaded[1])
-    assert sum(len(each["action"]) for each in left) == left.transitions
+        state = buffer.extend(state, later)
+        assert_same(next(found.steps(rows=40)), before)
+    assert_same(next(jrb.datasets.open(path).steps(rows=40)), before)  # what was saved
+    jrb.save(path, buffer, state)
+    assert_same(next(found.steps(rows=40)), before)
+    assert jrb.checkpoint.generations(path) == [1, 2]
+    again = jrb.datasets.open(path)
+    assert_same(next(again.steps(rows=40))["log_prob"][10:], later["log_prob"])
 
 
 def test_a_path_with_another_checkpoint_of_the_same_number(tmp_path):
@@ -251,42 +254,50 @@ def test_a_path_with_another_checkpoint_of_the_same_number(tmp_path):
     assert_same(pickle.loads(pickle.dumps(again))[0], again[0])
 
 
-def flipped(path, offset=5):
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
-
-
 def test_damage_is_found_where_it_is_opened(tmp_path):
-    saved(tmp_path / "a")
-    flipped(tmp_path / "a" / "rows" / "storage" / NARROW)
+    with small_blocks():
+        saved(tmp_path / "a")
+    damage(file_of(tmp_path / "a", NARROW), 5)
     with pytest.raises(DamagedError, match="observation/pose"):
         jrb.datasets.open(tmp_path / "a")
     saved(tmp_path / "b", storage=jrb.MemmapStorage(tmp_path / "b"))
-    flipped(tmp_path / "b" / "rows" / "next/terminated.bin")
+    damage(file_of(tmp_path / "b", "items/next/terminated"), 5)
     with pytest.raises(DamagedError, match="next/terminated"):
         jrb.datasets.open(tmp_path / "b")
     assert jrb.datasets.open(tmp_path / "b", verify=False).transitions == 40
-
-
-def test_files_that_are_cut_or_gone(tmp_path):
-    saved(tmp_path / "a")
-    os.truncate(tmp_path / "a" / "rows" / "storage" / NARROW, 10)
-    with pytest.raises(DamagedError, match=r"log_prob.*expected \d+ bytes, found 10"):
-        jrb.datasets.open(tmp_path / "a")
-    os.truncate(tmp_path / "a" / "generation-000000000001", 90)
-    with pytest.raises(ValueError, match="generation-000000000001"):
-        jrb.datasets.open(tmp_path / "a")
-    os.truncate(tmp_path / "a" / "generation-000000000001", 9)
+    saved(tmp_path / "c")
+    damage(tmp_path / "c" / "generation-000000000001", -5)
     with pytest.raises(DamagedError, match="generation-000000000001"):
-        jrb.datasets.open(tmp_path / "a")
-    saved(tmp_path / "b")
-    shutil.rmtree(tmp_path / "b" / "rows")
+        jrb.datasets.open(tmp_path / "c")
+
+
+@pytest.mark.parametrize("storage", ["device", "memmap"])
+def test_files_that_are_cut_or_gone(storage, tmp_path):
+    path = tmp_path / "a"
+    with small_blocks():
+        saved(path, **({} if storage == "device" else {"storage": jrb.MemmapStorage(path)}))
+    file = file_of(path, NARROW if storage == "device" else "items/log_prob")
+    os.truncate(file, 10)
+    with pytest.raises(DamagedError, match=rf"{file.name}: .*expected \d+ bytes, found 10"):
+        jrb.datasets.open(path)
+    os.truncate(path / "generation-000000000001", 90)
+    with pytest.raises(ValueError, match="generation-000000000001"):
+        jrb.datasets.open(path)
+    os.truncate(path / "generation-000000000001", 9)
+    with pytest.raises(DamagedError, match="generation-000000000001"):
+        jrb.datasets.open(path)
+    path = tmp_path / "b"
+    with small_blocks():
+        saved(path, **({} if storage == "device" else {"storage": jrb.MemmapStorage(path)}))
+    shutil.rmtree(path / "arrays")
     with pytest.raises(DamagedError):
-        jrb.datasets.open(tmp_path / "b")
+        jrb.datasets.open(path)
+
+
+def test_a_file_of_hdf5_that_is_damaged(tmp_path):
     path = tmp_path / "c.h5"
     jrb.save(path, *jrb.from_items(steps(np.random.default_rng(1), 9)), layout="h5")
-    flipped(path, path.stat().st_size // 2)
+    damage(path, path.stat().st_size // 2)
     with pytest.raises(DamagedError):
         jrb.datasets.open(path)
 
@@ -353,7 +364,7 @@ def timeless(path):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (two, "got several. Open one of them: .*/demo"),
+        (two, r"part: expected one of \['demo', '\.\./x'\]"),
         (packed, "expected decode="),
         (apart, "expected items="),
         (objects, "got objects, whose flags"),
@@ -371,7 +382,13 @@ def test_checkpoints_that_hold_no_episodes(write, message, tmp_path):
 
 def test_each_of_several_buffers_can_be_opened(tmp_path):
     two(tmp_path / "a")
-    assert jrb.datasets.open(tmp_path / "a" / "demo").transitions == 9
+    for part in ("demo", "../x"):
+        assert jrb.datasets.open(tmp_path / "a", part=part).transitions == 9
+    with pytest.raises(ValueError, match=r"part: expected one of .*, got 'x'"):
+        jrb.datasets.open(tmp_path / "a", part="x")
+    saved(tmp_path / "b")
+    with pytest.raises(ValueError, match="part: expected None, as it has one"):
+        jrb.datasets.open(tmp_path / "b", part="demo")
     assert not (tmp_path / "x").exists()
 
 

@@ -14,7 +14,7 @@ import pytest
 import jrb
 from jrb.datasets import Recorder
 from tests import seams
-from tests._store import faults
+from tests._store import injection
 from tests.datasets.recording.recordings import assert_same, item, stacked
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -90,7 +90,7 @@ def test_a_disk_that_fails_at_any_operation_loses_nothing(code, tmp_path):
         path = tmp_path / str(number)
         recorder = Recorder(path, chunk=4)
         failed = 0
-        with seams.hooked(faults.At(number + 1, faults.strike(code))) as hook:
+        with seams.hooked(injection.At(number + 1, injection.strike(code))) as hook:
             for call in [*calls(recorder), recorder.close]:
                 before = recorder.held + recorder.sealed
                 try:
@@ -126,7 +126,7 @@ def test_a_loss_of_power_leaves_all_that_was_sealed(seed, tmp_path):
         recorder.close()
     rng = random.Random(seed)
     for stop in range(len(log) + 1):
-        faults.crashed(tmp_path / "before", path, log, stop, rng)
+        injection.crashed(tmp_path / "before", path, log, stop, rng)
         least = sealed[stop] if stop < len(log) else COUNT
         assert least <= held(path) <= COUNT
     assert len(log) > 20
@@ -136,7 +136,7 @@ def test_a_loss_of_power_leaves_all_that_was_sealed(seed, tmp_path):
 def test_an_interrupt_at_any_line_leaves_a_recorder_that_goes_on(tmp_path):
     number, over = 1, False
     while not over:
-        path, trace = tmp_path / "now", faults.Interrupt(HERE, number)
+        path, trace = tmp_path / "now", injection.Interrupt(HERE, number)
         recorder = Recorder(path, chunk=4)
         before = sys.gettrace()
         for call in [*calls(recorder), recorder.close]:
@@ -163,7 +163,7 @@ def test_an_interrupt_at_any_line_leaves_a_recorder_that_goes_on(tmp_path):
 
 def test_an_interrupt_or_a_failure_before_the_first_item_can_be_made_good(tmp_path):
     recorder = Recorder(tmp_path)
-    failing = seams.hooked(faults.At(3, faults.strike(28)))
+    failing = seams.hooked(injection.At(3, injection.strike(28)))
     with failing, pytest.raises(OSError, match="No space"):
         recorder.add(item(0))
     assert held(tmp_path) == 0

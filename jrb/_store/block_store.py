@@ -1,0 +1,664 @@
+"""Named arrays in a folder, which are written in blocks and committed together.
+
+A store has a folder with a file for each array (`blocks.py`) and a file for each commit that is
+kept, a generation (`commits.py`). All that is written between two commits goes to positions of the
+files to which no kept generation refers, so after a crash nothing has to be undone, and the last
+commit is whole:
+
+1. The files of arrays that were written are synced.
+2. The file of the new generation is written under another name, and synced.
+3. It is renamed, and the folder is synced. From here on the commit has happened, and lasts.
+4. Older generations are removed, and the positions that only they referred to are free. A
+   generation that a reader has open stays until a later commit.
+
+One process may write, under a lock; any number may read.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import functools
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from jrb._store import commits, files, lock, removal
+from jrb._store.blocks import (
+    NO_POSITION,
+    RUN,
+    ArraySpec,
+    BlockArray,
+    Reader,
+    rows_per_block,
+)
+from jrb._store.commits import ARRAYS, Generation, OpenGeneration, SmallArray, Table
+from jrb._store.errors import DamagedError, LockedError, StaleError
+from jrb._store.files import Folder
+from jrb._store.lock import Lock
+from jrb._store.threads import share
+
+Progress = Callable[[float], None]
+"""A function that is called with the share of the work that is done, from 0 to 1."""
+
+HASHES = ".hashes/"
+"""The prefix of the small arrays with hashes of blocks that were computed on a device."""
+
+writing: "weakref.WeakValueDictionary[str, BlockStore]" = weakref.WeakValueDictionary()
+"""The stores that this process writes to for longer than one save, by their folders."""
+
+_TEMPORARY = "jrb-temporary-"
+"""The prefix of folders of temporary stores; each process removes those that dead ones left."""
+
+_LONGEST = 100  # characters of an array's name in the name of its file
+_MOST_OPEN = 32  # files of a store that stay open for writes
+
+_OUTCOMES = (
+    "It has not happened: what was saved before is still there.",
+    "It has happened, but may not survive a loss of power before the next save.",
+    "It has happened, and lasts; what it makes superfluous is still there.",
+)
+
+
+def no_progress(share: float) -> None:
+    """Does nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The source of an array for a save.
+
+    Attributes:
+        kind: JSON for its owner.
+        label: its name in messages.
+        rows: N.
+        width: the bytes of a row.
+        read: returns the bytes of rows.
+        reach: the row from which on all rows are zeros; None for none.
+        hashes: a function that returns a hash of each block, uint64 `[K]`, of the number of bytes
+            that it is given; None if reading a block takes less time than a hash.
+        owner: an object whose rows never change, of which weak references can be made; if the last
+            save of this process had the same one, its rows are not read. None if there is none.
+    """
+
+    kind: Any
+    label: str
+    rows: int
+    width: int
+    read: Reader
+    reach: int | None = None
+    hashes: Callable[[int], np.ndarray] | None = None
+    owner: Any = None
+
+
+_owners: dict[str, tuple[Any, dict[str, "weakref.ref[Any]"]]] = {}
+"""By path, the last generation that this process wrote, and the owners of its arrays."""
+
+
+class BlockStore:
+    """A store that is open in this process.
+
+    Attributes:
+        folder: the open folder.
+        path: of the folder.
+        generation: the number of the newest commit, 0 before the first one.
+        meta: JSON of the owner in that commit.
+        small: the small arrays of that commit, by name.
+        arrays: the arrays in blocks as they are now, by name.
+        turn: a lock that a write or a commit holds.
+        is_ousted: True if another store of this process writes to the folder instead of this one.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder: Folder = folder
+        self.path: str = folder.path
+        self.generation: int = 0
+        self.meta: dict[str, Any] = {}
+        self.small: dict[str, SmallArray] = {}
+        self.arrays: dict[str, BlockArray] = {}
+        self.turn, self.is_ousted = threading.RLock(), False
+        self._opened: OpenGeneration | None = None  # what a reader reads, which must not expire
+        self._lock: Lock | None = None
+        self._is_joined = False  # True if another process of the same program has the lock
+        self._num_files = 0  # files made since the last commit
+        self._identity: Any = None  # of the generation that the arrays are those of
+        self._owners: dict[str, weakref.ref[Any]] = {}  # of the arrays that were put
+        self._hashes: dict[str, np.ndarray] = {}  # of the blocks of arrays, as these are now
+
+    # Opening.
+
+    @classmethod
+    def create(cls, path: str | None) -> "BlockStore":
+        """Makes a new store in a folder that is empty or missing; this process writes to it.
+
+        None makes a temporary one, which is removed with the store or with the process.
+        """
+        if path is not None:
+            return cls._create(path)
+        files.check_system(tempfile.gettempdir())
+        _remove_stale(tempfile.gettempdir())
+        path, process = os.path.realpath(tempfile.mkdtemp(prefix=_TEMPORARY)), os.getpid()
+        try:
+            store = cls._create(path)
+        except BaseException:
+            _discard(path, process)
+            raise
+        weakref.finalize(store, _discard, path, process)
+        return store
+
+    @classmethod
+    def _create(cls, path: str) -> "BlockStore":
+        if os.path.realpath(path) in writing and os.path.exists(path):
+            raise ValueError(
+                f"{path}: expected nothing there, found a store that a state of this process is "
+                "in. Go on with that state, or let go of it first."
+            )
+        store = cls._locked(path)
+        if commits.numbers(store.folder):
+            store.close()
+            raise ValueError(
+                f"{path}: expected nothing there, found a store. Open it with jrb.load(path), or "
+                "remove it."
+            )
+        writing[store.path] = store
+        return store
+
+    @classmethod
+    def open_to_save(cls, path: str) -> "BlockStore":
+        """Opens the store at a path to write to it, or makes one.
+
+        If the newest generation is damaged, or the file of an array is cut short, no block of it
+        is used again.
+        """
+        store = cls._locked(path)
+        try:
+            store._take_newest()
+            return store
+        except BaseException:
+            store.close()
+            raise
+
+    @classmethod
+    def join(cls, path: str) -> "BlockStore":
+        """Opens a store to which another process of this program has the lock, to write arrays."""
+        store = cls(Folder(path))
+        store._is_joined = True
+        store._take_newest()
+        return store
+
+    @classmethod
+    def open_to_read(cls, path: str, number: int | None = None) -> "BlockStore":
+        """Opens a generation, the newest one by default; it does not expire before `close`."""
+        folder = commits.folder_at(path)
+        store = cls(folder)
+        store._opened = commits.newest(folder) if number is None else commits.at(folder, number)
+        store._take(store._opened.generation)
+        return store
+
+    @classmethod
+    def _locked(cls, path: str) -> "BlockStore":
+        """Returns a store without arrays in a folder in which this process may write."""
+        files.make_folder(path)
+        store = cls(Folder(path))
+        check_names(store.folder)  # before a lock file is put among files of other programs
+        store._lock = Lock(store.folder)
+        return store
+
+    def _take_newest(self) -> None:
+        """Takes the arrays of the newest generation, as far as their files are whole."""
+        numbers = commits.numbers(self.folder)
+        if numbers:
+            self.generation = numbers[-1]
+            with contextlib.suppress(DamagedError):
+                one = commits.newest(self.folder)
+                one.close()  # who has the lock of the store decides what expires
+                self._take(one.generation)
+                self.arrays = {name: it for name, it in self.arrays.items() if it.is_whole()}
+        self._refer()
+
+    def _take(self, one: Generation) -> None:
+        """Makes the arrays those of a generation."""
+        self.generation, self.meta, self.small = one.number, one.meta, one.small
+        self.arrays, self._hashes, self._identity = {}, {}, one.identity
+        for name, table in one.large.items():
+            array = BlockArray(self.folder, name, table.spec)
+            array.positions, array.checksums = table.positions.copy(), table.checksums.copy()
+            self.arrays[name] = array
+            if HASHES + name in one.small:
+                self._hashes[name] = np.frombuffer(one.small[HASHES + name].data, np.uint64)
+
+    def _refer(self) -> set[str]:
+        """Finds the positions that must not be written, as generations in the folder use them.
+
+        Returns:
+            The files that a generation or this store uses.
+        """
+        tables: dict[str, list[np.ndarray]] = {}  # by file
+        for number in commits.numbers(self.folder):
+            try:
+                one = OpenGeneration(self.folder, number)
+            except (DamagedError, FileNotFoundError):
+                continue  # nothing of it can be kept
+            one.close()
+            for table in one.generation.large.values():
+                tables.setdefault(table.spec.file, []).append(table.positions)
+        for array in self.arrays.values():
+            array.refer_to(tables.get(array.spec.file, []))
+        return {*tables, *(array.spec.file for array in self.arrays.values())}
+
+    def close(self) -> None:
+        """Gives all locks back; the store can neither be written nor read any more."""
+        with self.turn:
+            if self._opened is not None:
+                self._opened.close()
+            if self._lock is not None:
+                if writing.get(self.path) is self:
+                    del writing[self.path]
+                if not self.is_ousted:  # otherwise the lock is another store's
+                    self._lock.release()  # released first: `close` can be repeated
+                self._lock = None
+
+    def __enter__(self) -> "BlockStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The right to write.
+
+    def own(self) -> None:
+        """Makes this the only store that writes to its folder, or raises."""
+        if self._lock is not None and not self.is_ousted:
+            self._lock.check()
+        elif self._is_joined:
+            self.folder.check()
+        else:
+            with self.turn:
+                self._take_over()
+
+    def _take_over(self) -> None:
+        """Takes the lock; a store of this process that has it hands it over, and is stale."""
+        self._check_newest()
+        rival = writing.get(self.path)
+        if rival is not None and (rival._lock is None or not rival.folder.is_same(self.folder)):
+            rival = None
+        # The rival keeps its reference to the lock until this store has it: an interrupt in between
+        # must not drop the lock.
+        taken = Lock(self.folder) if rival is None else rival.oust()
+        try:
+            taken.check()
+            self._check_newest()
+            commits.check_own(self.folder)
+            self._refer()
+            self._lock = taken
+            writing[self.path] = self
+            if rival is not None:
+                rival._lock = None
+        except BaseException:
+            self._lock = None
+            if rival is None:
+                taken.release()
+            else:
+                rival._lock, rival.is_ousted, writing[self.path] = taken, False, rival
+            raise
+        if self._opened is not None:
+            self._opened.close()  # otherwise this process would keep it from expiring
+
+    def oust(self) -> Lock:
+        """Gives the lock to another store of the same process; this one is stale from now on."""
+        with self.turn:
+            if self._lock is None:
+                raise StaleError(f"{self.path}: expected a store that writes.")
+            self.is_ousted = True
+            return self._lock
+
+    def _check_newest(self) -> None:
+        """Raises unless nobody has saved since the store was one."""
+        self.folder.check()
+        newest = commits.numbers(self.folder)[-1:]
+        if self.is_ousted or newest != [self.generation]:
+            raise StaleError(
+                f"{self.path}: expected generation {self.generation}, which was loaded, found "
+                f"{newest}: somebody has saved since. Load it again."
+            )
+
+    # Arrays.
+
+    def array(
+        self, name: str, source: Source | ArraySpec, block: int = 0, reserve: int = 0
+    ) -> BlockArray:
+        """Returns an array to write to; if it has other rows than before, a new one of zeros.
+
+        Args:
+            name: of the array.
+            source: says its kind, label, rows and width.
+            block: the rows of a block; 0 for the default.
+            reserve: the number of positions for which a new file gets room on the disk.
+        """
+        block = block or rows_per_block(source.rows, source.width)
+        spec = ArraySpec(source.kind, source.label, source.rows, source.width, block)
+        array = self.arrays.get(name)
+        if array is not None and dataclasses.replace(array.spec, file="") == spec:
+            return array
+        # The number of the next generation makes the name of the file new, whatever was there.
+        short = quote(name, safe="", errors="surrogatepass").replace("%2F", ".")[:_LONGEST]
+        if not self._num_files:
+            self.folder.make(ARRAYS)
+        self._num_files += 1
+        file = f"{ARRAYS}/{short.lstrip('.')}-{self.generation + 1}-{self._num_files}.bin"
+        array = BlockArray(self.folder, name, dataclasses.replace(spec, file=file))
+        array.make_file(reserve)
+        self.arrays[name] = array
+        return array
+
+    def keep_open(self) -> None:
+        """Keeps the files of the first arrays open, for small writes."""
+        for array in list(self.arrays.values())[:_MOST_OPEN]:
+            array.keep_open()
+
+    def put(
+        self, sources: dict[str, Source], copy: bool = False, kept: Iterable[str] = ()
+    ) -> Callable[[], None]:
+        """Writes what differs from the last commit; all other arrays are left out of the next one.
+
+        Args:
+            sources: the arrays by name.
+            copy: False writes at once; True copies the blocks that differ, so that the arrays may
+                change before they are written.
+            kept: the names of arrays that stay as they are.
+
+        Returns:
+            A function that writes what was copied.
+        """
+        self.own()
+        before, hashes = dict(self.arrays), {}
+        saved, owners = _owners.get(self.path, (None, {}))
+        owners = owners if saved == self._identity else {}
+        self._identity = None  # until the next commit, the arrays are those of no generation
+        self._owners = {
+            name: weakref.ref(it.owner) for name, it in sources.items() if it.owner is not None
+        }
+        changed = {name: self.array(name, source) for name, source in sources.items()}
+        self.arrays = {name: self.arrays[name] for name in kept} | changed
+        writes: list[Callable[[], None]] | None = [] if copy else None
+        tasks: list[Callable[[], None]] = []
+        for name, source in sources.items():
+            array = changed[name]
+            owner = owners[name]() if name in owners else None  # None if it is gone
+            if owner is not None and owner is source.owner and before.get(name) is array:
+                continue
+            last = self._hashes.pop(name, None)
+            if source.hashes is not None and array.spec.size:
+                hashes[name] = source.hashes(array.spec.size)
+                # The hashes of the last save are of use only if its blocks are there.
+                last = None if before.get(name) is not array else last
+            tasks += self._change_tasks(array, source, hashes.get(name), last, writes)
+        run_all(tasks)
+
+        def write() -> None:
+            run_all(writes or [])
+            self._hashes |= hashes
+
+        if writes is None:
+            write()
+        return write
+
+    def _change_tasks(
+        self,
+        array: BlockArray,
+        source: Source,
+        hashes: np.ndarray | None,
+        last: np.ndarray | None,
+        writes: list[Callable[[], None]] | None,
+    ) -> list[Callable[[], None]]:
+        """Returns tasks that find the changed blocks of an array, and write or copy these."""
+        spec = array.spec
+        reach = spec.num_blocks if source.reach is None else -(-source.reach // spec.block)
+        for block in (reach + np.flatnonzero(array.positions[reach:] != NO_POSITION)).tolist():
+            array.clear_block(block)
+
+        def task(first: int, last: int) -> None:
+            blocks = list(array.changed_blocks(source.read(*spec.rows_of(first, last)), first))
+            if writes is not None:
+                blocks = [(block, part.copy(), checksum) for block, part, checksum in blocks]
+                writes.append(lambda: array.write_blocks(blocks))
+            else:
+                array.write_blocks(blocks)
+
+        if hashes is not None and last is not None and len(last) == len(hashes):
+            # Only blocks whose hashes have changed are transferred from the device.
+            suspects = np.flatnonzero(hashes[:reach] != last[:reach]).tolist()
+            return [functools.partial(task, block, block) for block in suspects]
+        starts = range(0, reach, RUN)
+        return [functools.partial(task, first, min(first + RUN, reach) - 1) for first in starts]
+
+    def array_bytes(self, name: str) -> np.ndarray:
+        """Returns the checked bytes of an array, small or in blocks, uint8."""
+        if name in self.small:
+            return np.frombuffer(self.small[name].data, np.uint8)
+        spec = self.arrays[name].spec
+        target = np.empty((spec.rows, spec.width), np.uint8)
+        self.read({name: target})
+        return target.reshape(-1)
+
+    def read(self, targets: dict[str, np.ndarray]) -> None:
+        """Reads arrays into targets, uint8 `[N, width]`, and checks every block."""
+        run_all([task for name in targets for task in self.arrays[name].read_tasks(targets[name])])
+
+    # Commits.
+
+    def tables(self) -> dict[str, Any]:
+        """Makes the arrays durable, and returns their tables for `commit` in another process."""
+        self._settle()
+        tables = {}
+        for name, array in self.arrays.items():
+            data = Table(array.spec, array.positions, array.checksums).to_bytes()
+            tables[name] = [dataclasses.asdict(array.spec), base64.b85encode(data).decode()]
+        return tables
+
+    def commit(
+        self,
+        meta: dict[str, Any],
+        small: dict[str, SmallArray],
+        keep: int = 0,
+        others: dict[str, Any] | None = None,
+    ) -> int:
+        """Commits the arrays as they are now, and returns the number of the new generation.
+
+        Args:
+            meta: JSON of the owner.
+            small: arrays that are written with the generation, by name.
+            keep: the number of older generations that stay.
+            others: the tables of arrays that other processes have written.
+
+        Raises:
+            OSError: with a note that says if the commit has happened.
+        """
+        with self.turn:
+            self.own()
+            number = self.generation + 1
+            for name in self._hashes.keys() & self.arrays.keys():
+                small = small | {HASHES + name: SmallArray([], self._hashes[name].tobytes())}
+            try:
+                self._settle()
+                tables = {
+                    name: Table(array.spec, array.positions, array.checksums)
+                    for name, array in self.arrays.items()
+                }
+                for name, (spec, data) in (others or {}).items():
+                    tables[name] = Table.from_bytes(ArraySpec(**spec), base64.b85decode(data))
+                identity = commits.write(self.folder, Generation(number, meta, small, tables))
+                self._move_on(number, meta, small)
+                self._identity, _owners[self.path] = identity, (identity, self._owners)
+                self.folder.sync()
+            except BaseException as error:
+                happened = number in commits.numbers(self.folder)
+                if happened:
+                    self._move_on(number, meta, small)
+                error.add_note(_OUTCOMES[happened])
+                raise
+            try:
+                self.folder.check()
+                self.expire(commits.numbers(self.folder)[-1 - keep :])
+            except BaseException as error:
+                error.add_note(_OUTCOMES[2])
+                raise
+            return number
+
+    def _settle(self) -> None:
+        """Makes all that was written to the arrays durable."""
+        run_all([array.settle for array in self.arrays.values()])
+        if self._num_files:
+            self.folder.sync(ARRAYS)
+
+    def _move_on(self, number: int, meta: dict[str, Any], small: dict[str, SmallArray]) -> None:
+        """Makes the new generation the one that later writes must not touch."""
+        for array in self.arrays.values():
+            array.commit_positions()
+        self.generation, self.meta, self.small = number, meta, small
+        self._num_files = 0
+
+    def expire(self, kept: Iterable[int]) -> None:
+        """Removes all generations but these, and those that readers have open."""
+        expired = sorted({*commits.numbers(self.folder)} - {*kept})
+        for number in expired:
+            lock.remove_unless_shared(self.folder, commits.name_of(number))
+        # Files are removed durably before their positions are free: otherwise a generation that
+        # comes back after a loss of power would refer to blocks that were overwritten.
+        if expired:
+            self.folder.sync()
+        used = self._refer()
+        for name in self.folder.names(ARRAYS):
+            if f"{ARRAYS}/{name}" not in used and commits.is_array_file(f"{ARRAYS}/{name}"):
+                self.folder.remove(f"{ARRAYS}/{name}")
+        for array in self.arrays.values():
+            array.cut_off()
+
+
+def damages(path: str, progress: Progress = no_progress) -> list[str]:
+    """Returns a line about each damage in a store, its older generations included."""
+    folder = commits.folder_at(path)
+    numbers = commits.numbers(folder)
+    if not numbers:
+        commits.newest(folder)  # raises
+    lines: list[str] = []
+    stores: list[BlockStore] = []
+    try:
+        for number in reversed(numbers):
+            try:
+                stores.append(BlockStore.open_to_read(path, number))
+            except FileNotFoundError:
+                continue  # it was removed meanwhile
+            except (DamagedError, OSError) as error:
+                lines.append(str(error))
+        # Generations share most blocks: each is read once.
+        tasks: dict[tuple[str, int, int], tuple[BlockArray, int]] = {}
+        for array in (array for store in stores for array in store.arrays.values()):
+            for block in np.flatnonzero(array.positions != NO_POSITION).tolist():
+                which = array.spec.file, array.positions.item(block), array.checksums.item(block)
+                tasks.setdefault(which, (array, block))
+        return lines + _damaged_blocks(list(tasks.values()), progress)
+    finally:
+        for store in stores:
+            store.close()
+
+
+def _damaged_blocks(blocks: list[tuple[BlockArray, int]], progress: Progress) -> list[str]:
+    """Returns a line about each damaged block, in order."""
+    lines: list[tuple[str, int, str]] = []
+    done, turn = 0, threading.Lock()
+
+    def check(array: BlockArray, block: int) -> None:
+        nonlocal done
+        try:
+            array.read_block(block)
+        except (DamagedError, OSError) as error:
+            lines.append((array.name, block, str(error)))
+        with turn:
+            done += 1
+            progress(done / len(blocks))
+
+    run_all([functools.partial(check, *each) for each in blocks])
+    if not blocks:
+        progress(1.0)
+    return list(dict.fromkeys(line for *_, line in sorted(lines)))
+
+
+def run_all(tasks: list[Callable[[], None]]) -> None:
+    """Calls functions in a few threads."""
+    if len(tasks) == 1:
+        tasks[0]()
+    elif tasks:
+        share(lambda task: task(), tasks)
+
+
+def check_free(path: str) -> None:
+    """Raises `ValueError` if files of other programs prevent a save to a path; writes nothing."""
+    files.check_links(path)
+    if os.path.isdir(path):
+        check_names(Folder(path))
+    elif os.path.lexists(path):
+        raise ValueError(f"{path}: expected a folder, or nothing, found a file. Move it away.")
+
+
+def check_names(folder: Folder) -> None:
+    """Raises `ValueError` if a folder has files that belong to no store."""
+    commits.check_own(folder)
+    names, numbers = {*folder.names()}, commits.numbers(folder)
+    own = {lock.NAME, commits.NEW, ARRAYS, *map(commits.name_of, numbers)}
+    # A store that was killed before its first commit has a lock, and only files of arrays.
+    is_begun = lock.NAME in names and all(
+        commits.is_array_file(f"{ARRAYS}/{name}") for name in folder.names(ARRAYS)
+    )
+    foreign = names - own if is_begun or ARRAYS not in names else names - own | {ARRAYS}
+    if not numbers and foreign:
+        raise ValueError(
+            f"{folder.path}: expected a checkpoint, or an empty folder, found {min(foreign)!r}, "
+            "which belongs to none. Choose another path."
+        )
+
+
+def store_at(path: str) -> BlockStore | None:
+    """Returns the store at a path that this process writes; None if there is none."""
+    return writing.get(os.path.realpath(path))
+
+
+def _remove_stale(folder: str) -> None:
+    """Removes the temporary stores of this user whose processes have died.
+
+    The system takes the lock of a process back when it ends, however it ends. So whoever gets the
+    lock of a temporary store knows that no process uses it, and that none is removing it.
+    """
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if not name.startswith(_TEMPORARY):
+            continue
+        with contextlib.suppress(OSError, ValueError, LockedError), contextlib.ExitStack() as stack:
+            # Without a lock file it may be so new that its process has yet to make one.
+            is_mine = os.lstat(path).st_uid == os.getuid() and not os.path.islink(path)
+            if is_mine and lock.NAME in os.listdir(path) and not commits.numbers(Folder(path)):
+                stack.callback(Lock(Folder(path)).release)
+                removal.discard(path, removal.is_of_store)
+
+
+def _discard(path: str, process: int) -> None:
+    """Removes a temporary store, in the process that has made it."""
+    if os.getpid() == process:
+        with contextlib.suppress(OSError):
+            removal.discard(path, removal.is_of_store)
+
+
+def _forget_writers() -> None:
+    """Keeps a forked process from writing to the stores of its parent."""
+    for store in list(writing.values()):
+        store.turn = threading.RLock()  # a thread that this process does not have may hold it
+    writing.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_writers)

@@ -1,0 +1,312 @@
+"""The rows of a ring on a disk, which several states of a buffer share.
+
+A state has a version, the number of rows that were written before it. All states read the same
+rows; only the newest one may be written to. An older one reads rows that were not overwritten since
+then, and a `StaleError` says if one was.
+
+A write either happens, or the state before it goes on as if there had been none, also if Ctrl-C
+comes in between: the rows that it overwrites are kept in memory until the next write, and are put
+back. Of a write of more than 8 MB that is cut off, the rows at its slots are lost for that state;
+the same write can be made again.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from jrb._store.block_store import BlockStore
+from jrb._store.blocks import RowWrite, runs
+from jrb._store.errors import StaleError
+from jrb._store.threads import PATIENCE, Gate, taken_lock
+
+_MOST_KEPT = 8 << 20  # the bytes of overwritten rows that are kept for an undo
+_MOST_RUNS = 64  # of writes whose slots follow each other; for more, each slot has a number
+
+
+class SlotNumbers:
+    """The numbers of the writes that changed each slot last.
+
+    Row number n was the n-th row that was written, from 1 on. Writes in the order of time go to
+    slots that follow each other around the ring, so a few runs describe all of them: their memory
+    does not grow with the capacity. For writes in any other order, each slot has a number.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        # The number of the newest row; pairs of a number and a slot: rows of later numbers went to
+        # this slot and those after it; and the number of the newest row of each slot, int64 [N], if
+        # it is needed. One attribute: draws of other threads read all three as of one moment.
+        self._state: tuple[int, tuple[tuple[int, int], ...], np.ndarray | None] = (0, (), None)
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest row."""
+        return self._state[0]
+
+    def undo_of(self, slots: np.ndarray) -> Callable[[], None]:
+        """Returns a function that takes back the next write, which is at slots `[B]`."""
+        state = self._state
+        last = state[2]
+        # A closure keeps what it mentions: the slots only where they are needed.
+        saved = None if last is None else (slots, last[slots])
+
+        def undo() -> None:
+            if last is not None and saved is not None:
+                last[saved[0]] = saved[1]
+            self._state = state
+
+        return undo
+
+    def add(self, slots: np.ndarray, pieces: list[tuple[int, int]]) -> None:
+        """Counts a write at slots; `pieces` are the runs of consecutive slots."""
+        newest, some, last = self._state
+        end = newest + len(slots)
+        if last is None:
+            added = list(some)
+            for start, _ in pieces:
+                number, slot = newest + start, slots.item(start)
+                if not added or (added[-1][1] + number - added[-1][0]) % self._slots != slot:
+                    added.append((number, slot))
+            if end - added[-1][0] >= self._slots:  # this run alone has overwritten every slot
+                added = added[-1:]
+            if len(added) > _MOST_RUNS:
+                added, last = [], self._numbers_of(added, end)
+            some = tuple(added)
+        else:
+            last[slots] = newest + 1 + np.arange(len(slots))
+        self._state = (end, some, last)
+
+    def _numbers_of(self, some: list[tuple[int, int]], end: int) -> np.ndarray:
+        """Returns the number of the newest row of each slot, int64 `[N]`, from all runs."""
+        numbers = np.zeros(self._slots, np.int64)
+        ends = [number for number, _ in some[1:]] + [end]
+        for (number, slot), stop in zip(some, ends, strict=True):
+            first = max(number, stop - self._slots)
+            which = np.arange(first, stop)
+            numbers[(slot + which - number) % self._slots] = which + 1
+        return numbers
+
+    def is_after(self, version: int, slots: np.ndarray) -> np.ndarray:
+        """Returns which slots were written after a version, bool like `slots`."""
+        newest, some, last = self._state
+        if last is not None:
+            return last[slots] > version
+        is_newer = np.zeros(len(slots), np.bool_)
+        ends = [number for number, _ in some[1:]] + [newest]
+        for (number, slot), end in zip(some, ends, strict=False):  # no runs before the first write
+            first = max(number, version)
+            if first < end:
+                # The slots from that of row `first` on, as many as there were rows.
+                start = (slot + first - number) % self._slots
+                is_newer |= (slots - start) % self._slots < end - first
+        return is_newer
+
+
+@dataclasses.dataclass
+class LastWrite:
+    """The write that was made last, to take it back.
+
+    Attributes:
+        version: the version before it.
+        slots: integers `[B]`; none if no state has rows there.
+        rows: the rows that were there before, uint8 `[B, width]` for each array; None if no state
+            has rows at these slots, or if they are too many to be kept.
+        is_kept: False if there were too many rows.
+        lost: the slots whose rows were lost before it.
+        forget: takes the write out of the numbers.
+        thread: the identifier of the thread that made it.
+        is_over: False while it is being made; it stays False if it was cut off.
+        ending: a lock that is released when it is over or was cut off.
+    """
+
+    version: int
+    slots: np.ndarray
+    rows: list[np.ndarray] | None
+    is_kept: bool
+    lost: np.ndarray
+    forget: Callable[[], None]
+    thread: int
+    is_over: bool = False
+    ending: threading.Lock = dataclasses.field(default_factory=taken_lock)
+
+
+class SharedRows:
+    """The rows of some arrays of a store, of which each has N.
+
+    Attributes:
+        store: the store.
+        names: the names of the arrays.
+        drawing: tracks draws, for which writes of other threads wait.
+    """
+
+    def __init__(self, store: BlockStore, names: list[str]) -> None:
+        self.store, self.names, self.drawing = store, names, Gate()
+        self._arrays = [store.arrays[name] for name in names]
+        self._slots = self._arrays[0].spec.rows
+        self._numbers = SlotNumbers(self._slots)
+        self._last: LastWrite | None = None
+        self._lost = np.zeros(0, np.int64)  # slots of a write that was cut off
+        self._num_undone = 0  # the writes that were taken back
+        self._first_unwritten = self.reach
+
+    @property
+    def version(self) -> int:
+        """The version of the newest state."""
+        return self._numbers.newest
+
+    @property
+    def reach(self) -> int:
+        """The slot from which on nothing was ever written; rows there are zeros."""
+        return max(self._reach_of(number) for number in range(len(self._arrays)))
+
+    def _reach_of(self, number: int) -> int:
+        array = self._arrays[number]
+        written = np.flatnonzero(array.positions >= 0)
+        return min((int(written[-1]) + 1) * array.spec.block, self._slots) if len(written) else 0
+
+    # Reading.
+
+    def take(self, version: int, slots: list[np.ndarray], first: int = 0) -> list[np.ndarray]:
+        """Returns rows of the arrays from `first` on, uint8 `[B, width]`, each at its slots `[B]`.
+
+        Rows that were never written are zeros. Raises `StaleError` if one was overwritten after
+        the version.
+        """
+        self._settle()
+        pairs = list(zip(self._arrays[first:], slots, strict=False))
+        while True:
+            before = [self._num_undone, *(array.moves for array, _ in pairs)]
+            rows = [array.read_rows(at) for array, at in pairs]
+            # Checked after the reads, as a row may have been overwritten meanwhile.
+            if version != self._numbers.newest or self.store.is_ousted or len(self._lost):
+                for at in {id(at): at for at in slots}.values():
+                    self._check_unchanged(version, at)
+            # Another thread may have moved a block meanwhile, and reused its position; or a write
+            # was cut off and taken back, some of whose rows were read.
+            if before == [self._num_undone, *(array.moves for array, _ in pairs)]:
+                return rows
+
+    def _check_unchanged(self, version: int, slots: np.ndarray) -> None:
+        """Raises `StaleError` if a row is lost, or may be of a later version."""
+        is_gone = self._numbers.is_after(version, slots)
+        if len(self._lost):
+            is_gone |= np.isin(slots, self._lost)
+        if self.store.is_ousted or is_gone.any():
+            raise StaleError(
+                f"{self.store.path}: expected a state whose rows are still there, got one of which "
+                "some that were asked for were overwritten since. Draw from the state that the "
+                "last write returned, or load the path again."
+            )
+
+    def check_whole(self) -> None:
+        """Raises `StaleError` if rows are lost, as a write was cut off."""
+        self._settle()
+        if len(self._lost):
+            raise StaleError(
+                f"{self.store.path}: expected whole rows, found some that were lost, as a write "
+                "failed. Make that write again, or load the path to go on from what was saved last."
+            )
+
+    def check_newest(self, version: int) -> None:
+        """Raises `StaleError` unless this is the version of the newest state."""
+        self._settle()
+        if self.store.is_ousted or version != self.version:
+            raise StaleError(
+                f"{self.store.path}: expected the newest state, got one that has been written to "
+                "before. States share their rows on the host: go on with the state that the last "
+                "write returned, or the one that was loaded last."
+            )
+
+    # Writing.
+
+    def put(
+        self, version: int, slots: np.ndarray, rows: list[np.ndarray], patient: bool = True
+    ) -> int:
+        """Writes rows, uint8 `[B, width]` of every array, at distinct slots, integers `[B]`.
+
+        Returns the version of the new state. If it fails, nothing has changed. If `patient`, the
+        write waits for draws of other threads.
+        """
+        with self.store.turn:
+            self.store.own()
+            self.check_newest(version)
+            if not len(slots):
+                return version
+            pieces = runs(slots)
+            # Blocks that no state reads yet are written first: only these need room on the disk.
+            writes: list[RowWrite] = []
+            try:
+                for array, part in zip(self._arrays, rows, strict=True):
+                    writes.append(array.begin_write(slots, part, pieces))
+                if patient:
+                    self.drawing.wait()
+                last = self._overwritten(version, slots)
+            except BaseException:
+                for write in writes:
+                    write.cancel()
+                raise
+            self._last = last  # from here on, a write that is cut off is taken back
+            try:
+                self._numbers.add(slots, pieces)
+                for write in writes:
+                    write.finish()
+                last.is_over = True
+            finally:
+                last.ending.release()
+            if len(self._lost):
+                self._lost = np.setdiff1d(self._lost, slots)
+            return self.version
+
+    def _overwritten(self, version: int, slots: np.ndarray) -> LastWrite:
+        """Returns what is needed to take back a write that comes next."""
+        num_bytes = len(slots) * sum(array.spec.width for array in self._arrays)
+        is_new = slots.item(slots.argmin()) >= self._first_unwritten
+        is_kept = is_new or num_bytes <= _MOST_KEPT
+        before = None
+        if is_kept and not is_new:
+            before = [array.read_rows(slots) for array in self._arrays]
+        self._first_unwritten = max(self._first_unwritten, slots.item(slots.argmax()) + 1)
+        forget = self._numbers.undo_of(slots)
+        slots = slots[:0] if is_new else slots
+        thread = threading.get_ident()
+        return LastWrite(version, slots, before, is_kept, self._lost, forget, thread)
+
+    def take_back(self, version: int) -> None:
+        """Undoes the last write if this thread made it, to the state of this version.
+
+        It is for a write that was interrupted after it had happened, so that no state includes it.
+        """
+        with self.store.turn:
+            last = self._last
+            if (
+                last is not None
+                and last.thread == threading.get_ident()
+                and last.version == version
+            ):
+                last.is_over = False
+                self._settle()
+
+    def _settle(self) -> None:
+        """Takes back a write that was cut off, if there is one."""
+        last = self._last
+        if last is None or last.is_over:
+            return
+        # Another thread may be making the write just now. A draw does not wait for its `turn`: the
+        # thread may take that for its next write, and wait for this draw to be over.
+        if last.thread != threading.get_ident() and last.ending.acquire(timeout=PATIENCE):
+            last.ending.release()
+        if last.is_over:
+            return
+        with self.store.turn:
+            last = self._last
+            if last is None or last.is_over:  # another thread has taken it back meanwhile
+                return
+            if last.rows is not None:
+                for array, rows in zip(self._arrays, last.rows, strict=True):
+                    array.write_rows(last.slots, rows)
+            self._lost = last.lost if last.is_kept else np.union1d(last.lost, last.slots)
+            self._num_undone += 1  # before the version is the old one again; see `take`
+            last.forget()
+            self._last = None
