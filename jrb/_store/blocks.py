@@ -112,6 +112,7 @@ class BlockArray:
         self._open_file: list[int] = []  # the file, if it stays open for writes
         self._mapped: np.ndarray = np.zeros((0, spec.width), np.uint8)
         self._shift = spec.block.bit_length() - 1
+        self._in_order = -1, 0  # `moves` and the result of `_rows_in_order` at that time
 
     # Positions.
 
@@ -282,14 +283,21 @@ class BlockArray:
 
     # Rows, for storages on disk.
 
-    def read_rows(self, slots: np.ndarray) -> np.ndarray:
-        """Returns rows, uint8 `[B, width]`, at slots, int `[B]`; unwritten ones are zeros."""
-        mapped, block = self._mapped, self.spec.block
-        positions = self.positions.take(slots >> self._shift)
-        places = positions * block + (slots & block - 1)
+    def read_rows(self, slots: np.ndarray, highest: int | None = None) -> np.ndarray:
+        """Returns rows, uint8 `[B, width]`, at slots, int `[B]`; unwritten ones are zeros.
+
+        `highest` is the highest slot, if it is known.
+        """
+        mapped, block, places, lowest = self._mapped, self.spec.block, slots, 0
         # `argmin` of small arrays takes a third of the time of `min`, whose code is in Python.
-        lowest = places.item(places.argmin()) if places.size else 0
-        highest = places.item(places.argmax()) if places.size else -1
+        if highest is None:
+            highest = slots.item(slots.argmax()) if slots.size else -1
+        # Until the first block of a commit is overwritten, each block is at its own place.
+        if highest >= self._rows_in_order():
+            positions = self.positions.take(slots >> self._shift)
+            places = positions * block + (slots & block - 1)
+            lowest = places.item(places.argmin())
+            highest = places.item(places.argmax())
         if highest >= len(mapped):
             mapped = self._map(highest // block + 1)
         if lowest >= 0:
@@ -298,6 +306,16 @@ class BlockArray:
         rows = np.zeros((len(slots), self.spec.width), np.uint8)
         rows[is_written] = mapped.take(places[is_written], 0, None, "clip")
         return rows
+
+    def _rows_in_order(self) -> int:
+        """Returns the number of rows in the first blocks whose positions are their numbers."""
+        moves, num_rows = self._in_order
+        if moves != self.moves:
+            moves = self.moves
+            odd = np.flatnonzero(self.positions != np.arange(len(self.positions)))
+            num_rows = (odd.item(0) if odd.size else len(self.positions)) * self.spec.block
+            self._in_order = moves, num_rows
+        return num_rows
 
     def _map(self, num_positions: int) -> np.ndarray:
         """Maps the file, which has at least these positions; the rows change as it does.

@@ -176,9 +176,11 @@ class SharedRows:
         """
         self._settle()
         pairs = list(zip(self._arrays[first:], slots, strict=False))
+        # Mostly, all arrays are read at the same slots.
+        highest = {id(at): at.item(at.argmax()) if at.size else -1 for at in slots}
         while True:
             before = [self._num_undone, *(array.moves for array, _ in pairs)]
-            rows = [array.read_rows(at) for array, at in pairs]
+            rows = [array.read_rows(at, highest[id(at)]) for array, at in pairs]
             # Checked after the reads, as a row may have been overwritten meanwhile.
             if version != self._numbers.newest or self.store.is_ousted or len(self._lost):
                 for at in {id(at): at for at in slots}.values():
@@ -264,10 +266,10 @@ class SharedRows:
         num_bytes = len(slots) * sum(array.spec.width for array in self._arrays)
         is_new = slots.item(slots.argmin()) >= self._first_unwritten
         is_kept = is_new or num_bytes <= _MOST_KEPT
-        before = None
+        before, highest = None, slots.item(slots.argmax())
         if is_kept and not is_new:
-            before = [array.read_rows(slots) for array in self._arrays]
-        self._first_unwritten = max(self._first_unwritten, slots.item(slots.argmax()) + 1)
+            before = [array.read_rows(slots, highest) for array in self._arrays]
+        self._first_unwritten = max(self._first_unwritten, highest + 1)
         forget = self._numbers.undo_of(slots)
         slots = slots[:0] if is_new else slots
         thread = threading.get_ident()
