@@ -147,9 +147,10 @@ def test_the_package_does_not_grow():
 
 def test_few_tests_import_private_modules():
     """Tests that need private names should reach them through `tests/seams.py`."""
-    tests = (ROOT.parent / "tests").rglob("*.py")
+    # `jrb/_store` has no public names: its own tests, at its path, are not counted.
+    tests = [path for path in (ROOT.parent / "tests").rglob("*.py") if path.parent.name != "_store"]
     reach = [path.name for path in tests if re.search(r"^from jrb\._", path.read_text(), re.M)]
-    assert len(reach) <= 12, sorted(reach)
+    assert len(reach) <= 10, sorted(reach)
 
 
 def test_all_public_names_exist_and_are_documented():

@@ -1,5 +1,6 @@
 """Storages on the host: samples of 256 frames from files, with prefetch, or from memory."""
 
+import glob
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -86,10 +87,10 @@ class Files:
             self.buffer, self.state = filled(jrb.MemmapStorage(path), capacity)
         os.sync()
         self.filling = peak.extra
-        file, shape = os.path.join(path, "rows", "o.bin"), (capacity, *FRAME)
-        self.plain = np.asarray(np.memmap(file, np.uint8, "r", shape=shape))
+        # In the first round of the ring, the rows of a file are in the order of slots.
+        (file,) = glob.glob(os.path.join(path, "arrays", "items.o-*.bin"))
+        self.plain = np.asarray(np.memmap(file, np.uint8, "r", shape=(capacity, *FRAME)))
         touched(self.plain)
-        touched(self.state.storage.rows.store.table.rows[0])
 
     def program(self, jitted: bool) -> Program:
         """Returns draws of jrb; their facts hold the memory that filling took beyond the files."""

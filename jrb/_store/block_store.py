@@ -121,7 +121,8 @@ class BlockStore:
         self.meta: dict[str, Any] = {}
         self.small: dict[str, SmallArray] = {}
         self.arrays: dict[str, BlockArray] = {}
-        self.turn, self.is_ousted = threading.RLock(), False
+        self.turn: Any = threading.RLock()
+        self.is_ousted: bool = False
         self._opened: OpenGeneration | None = None  # what a reader reads, which must not expire
         self._lock: Lock | None = None
         self._is_joined = False  # True if another process of the same program has the lock

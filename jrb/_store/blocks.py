@@ -98,11 +98,12 @@ class BlockArray:
     """
 
     def __init__(self, folder: Folder, name: str, spec: ArraySpec) -> None:
-        self.name, self.spec = name, spec
+        self.name: str = name
+        self.spec: ArraySpec = spec
         self.positions: np.ndarray = np.full(spec.num_blocks, NO_POSITION, np.int64)
         self.checksums: np.ndarray = np.zeros(spec.num_blocks, np.uint64)
         self.path: str = folder.path_of(spec.file)
-        self.moves = 0
+        self.moves: int = 0
         self._folder, self._turn = folder, threading.Lock()
         self._committed: np.ndarray = np.zeros(0, np.bool_)  # positions of kept generations
         self._used: np.ndarray = np.zeros(0, np.bool_)  # committed positions, and those in use now
@@ -283,15 +284,15 @@ class BlockArray:
 
     # Rows, for storages on disk.
 
-    def read_rows(self, slots: np.ndarray, highest: int | None = None) -> np.ndarray:
+    def read_rows(self, slots: np.ndarray, highest: int = -1) -> np.ndarray:
         """Returns rows, uint8 `[B, width]`, at slots, int `[B]`; unwritten ones are zeros.
 
-        `highest` is the highest slot, if it is known.
+        `highest` is the highest slot; -1 if it is unknown.
         """
         mapped, block, places, lowest = self._mapped, self.spec.block, slots, 0
         # `argmin` of small arrays takes a third of the time of `min`, whose code is in Python.
-        if highest is None:
-            highest = slots.item(slots.argmax()) if slots.size else -1
+        if highest < 0 and slots.size:
+            highest = slots.item(slots.argmax())
         # Until the first block of a commit is overwritten, each block is at its own place.
         if highest >= self._rows_in_order():
             positions = self.positions.take(slots >> self._shift)
@@ -372,9 +373,9 @@ class BlockArray:
         whole = np.zeros((self.spec.block, self.spec.width), np.uint8)
         with self.open(os.O_RDWR) as file:
             if len(rows) < self.spec.block and self.positions[number] != NO_POSITION:
-                # Read without a check: a block may be damaged that the ring will overwrite anyway.
-                offset = self.positions.item(number) * self.spec.size
-                files.read_at(file, self.path, offset, whole.reshape(-1).data)
+                # Checked, as the new block gets a checksum of its own, which would hide damage.
+                start, stop = self.spec.rows_of(number, number)
+                self._read_block(file, number, whole[: stop - start].reshape(-1))
             whole[first : first + len(rows)] = rows
             write.moved[number] = position = self.take_position()
             files.write_at(file, self.path, position * self.spec.size, whole.reshape(-1).data)

@@ -142,7 +142,9 @@ class SharedRows:
     """
 
     def __init__(self, store: BlockStore, names: list[str]) -> None:
-        self.store, self.names, self.drawing = store, names, Gate()
+        self.store: BlockStore = store
+        self.names: list[str] = names
+        self.drawing: Gate = Gate()
         self._arrays = [store.arrays[name] for name in names]
         self._slots = self._arrays[0].spec.rows
         self._numbers = SlotNumbers(self._slots)

@@ -198,9 +198,14 @@ class EncodedItems:
 
     def arrays(self, store: BlockStore, prefix: str) -> dict[str, BlockArray]:
         """Returns the arrays of the store that have the encoded items, by name."""
-        sources = encoded_sources(self._structure, self._num_rows)
-        named = {prefix + name: source for name, source in sources.items()}
-        return {name: store.array(name, source, self._chunk) for name, source in named.items()}
+        arrays = {}
+        for leaf_name, leaf in schema.by_name(self._structure).items():
+            name, count = ITEMS + leaf_name, self._num_rows
+            kind = [descriptions.dtype_name(leaf.dtype), str([count, *leaf.shape])]
+            width = leaf.size * leaf.dtype.itemsize
+            source = Source(kind, f"leaf '{name}'", count, width, no_rows)
+            arrays[prefix + name] = store.array(prefix + name, source, self._chunk)
+        return arrays
 
     def put(
         self, arrays: dict[str, BlockArray], last: SmallArray | None, copy: bool
@@ -296,16 +301,6 @@ def _structure_of(output: Any) -> Any:
             f"defined, got {jax.tree.structure(structure)}."
         )
     return structure
-
-
-def encoded_sources(structure: Any, count: int) -> dict[str, Source]:
-    """Returns the arrays of `count` encoded rows, by name."""
-    sources = {}
-    for name, leaf in schema.by_name(structure).items():
-        kind = [descriptions.dtype_name(leaf.dtype), str([count, *leaf.shape])]
-        width = leaf.size * leaf.dtype.itemsize
-        sources[ITEMS + name] = Source(kind, f"leaf '{ITEMS}{name}'", count, width, no_rows)
-    return sources
 
 
 def _checked(output: Any, specs: Any, count: int, who: str) -> list[np.ndarray]:

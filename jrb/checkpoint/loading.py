@@ -211,21 +211,16 @@ def _load(
     if slots is not None:
         pieces = external_items.kept_pieces(path, form, slots, spec, back.items)
     elif form:
-        pieces = _decoded(checkpoint, form, spec, back.decode)
+        checkpoint.check_items()
+        prefix, named = checkpoint.prefix + ITEMS, checkpoint.store.arrays.items()
+        some = [array for name, array in named if name.startswith(prefix)]
+        pieces = external_items.decoded(path, some, form, spec, back.decode)
     elif schema.is_on_host(buffer):
         checkpoint.check_items()
         pieces = _host_rows(checkpoint, buffer, spec)
     else:
         return buffer, state
     return buffer, external_items.restored(buffer, want, state, spec, pieces, device)
-
-
-def _decoded(checkpoint: OpenedCheckpoint, form: dict[str, Any], spec: Item, decode: Any) -> Pieces:
-    """Returns the pieces of encoded items, in the order of their rows."""
-    checkpoint.check_items()
-    prefix, arrays = checkpoint.prefix + ITEMS, checkpoint.store.arrays
-    some = [array for name, array in arrays.items() if name.startswith(prefix)]
-    return external_items.decoded(checkpoint.path, some, form, spec, decode)
 
 
 def _host_rows(checkpoint: OpenedCheckpoint, buffer: Buffer, spec: Item) -> Pieces:

@@ -8,7 +8,7 @@ import functools
 import operator
 from itertools import chain
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from jrb._store import commits
 from jrb._store.commits import Generation, OpenGeneration
@@ -28,13 +28,6 @@ def prefix_of(prefix: str, name: str) -> str:
     # Names of arrays of the store's own begin with a dot.
     safe = quote(name, safe="", errors="surrogatepass").replace(".", "%2E")
     return f"{prefix}{safe}/"
-
-
-def part_meta(meta: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Returns the metadata of the part with a prefix; {} if there is none."""
-    for name in prefix.split("/")[:-1]:
-        meta = meta.get("parts", {}).get(unquote(name, errors="surrogatepass"), {})
-    return meta
 
 
 def is_checkpoint(path: str) -> bool:

@@ -13,6 +13,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
+from urllib.parse import unquote
 
 import jax
 import jax.core
@@ -189,7 +190,9 @@ class PartSave:
         """
         if self._encoded is None:
             return lambda: None, {}
-        last = manifest.part_meta(store.meta, self._prefix)
+        last = store.meta
+        for part in self._prefix.split("/")[:-1]:
+            last = last.get("parts", {}).get(unquote(part, errors="surrogatepass"), {})
         is_like = all(last.get(name) == self.meta[name] for name in ("form", "items"))
         name = self._prefix + external_items.DIGESTS
         before = store.small.get(name) if is_like and not are_new else None

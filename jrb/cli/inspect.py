@@ -96,12 +96,6 @@ def _leaf(name: str, dtype: str, shape: Any, nbytes: int) -> dict[str, Any]:
     return {"name": name, "dtype": dtype, "shape": list(shape), "nbytes": int(nbytes)}
 
 
-def _typed(name: str, kind: list[Any], nbytes: int) -> dict[str, Any]:
-    """Returns the report of an array, given its dtype and shape as a store writes them (`kind`)."""
-    dtype, shape = (*kind, "[]")[:2]
-    return _leaf(name, str(dtype), json_.loads(shape), nbytes)
-
-
 def _of_folder(path: str, saved: Generation, meta: dict[str, Any], prefix: str = "") -> Report:
     """Returns the report of a generation of a checkpoint or a store, or of a part of one."""
     facts, form, parts = meta.get("facts") or {}, meta.get("form") or {}, meta.get("parts", {})
@@ -109,9 +103,9 @@ def _of_folder(path: str, saved: Generation, meta: dict[str, Any], prefix: str =
     specs = {name: table.spec for name, table in saved.large.items()}
     arrays |= {name: (it.kind, it.rows * it.width) for name, it in specs.items()}
     own = [
-        _typed(name.removeprefix(prefix), *array)
-        for name, array in sorted(arrays.items())
-        if name.startswith(prefix) and array[0]  # those without a type are a store's own records
+        _leaf(name.removeprefix(prefix), kind[0], json_.loads(kind[1]), nbytes)
+        for name, (kind, nbytes) in sorted(arrays.items())
+        if name.startswith(prefix) and kind  # those without a type are a store's own records
     ]
     others = [it for it in own if not it["name"].startswith((".", *_ITEMS)) and not parts]
     extra = [it for it in own if it["name"].startswith(manifest.EXTRA)]

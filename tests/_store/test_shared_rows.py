@@ -536,7 +536,7 @@ def test_a_draw_at_any_line_of_a_write_reads_old_rows_or_is_stale(
         states.model_put(version, slots, rows)
     states.check_all()
     assert found["read"] > 50
-    assert found["stale"] > 10
+    assert found["stale"] > 5
 
 
 def test_a_write_waits_for_the_draws_of_other_threads(path, monkeypatch):

@@ -133,7 +133,6 @@ def test_a_file_that_no_table_has_stays_among_its_rows(kind, tmp_path):
     assert os.listdir(path.parent) == []
 
 
-@pytest.mark.xfail(reason="an empty arrays/ is taken for a folder of somebody else")
 def test_a_checkpoint_whose_arrays_have_become_small_goes_without_a_rest(tmp_path):
     with small_blocks():
         path = made("native", tmp_path / "sets")
