@@ -82,7 +82,7 @@ def sweep(count, begin):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_long_sweep_keeps_its_memory():
     """In a process of its own, whose memory no other test has extended."""
     program = "from tests._xla.test_kept import sweep; print(*sweep(150, 30))"
