@@ -319,7 +319,7 @@ class BlockStore:
             return self._lock
 
     def _check_newest(self) -> None:
-        """Raises unless nobody has saved since the store was one."""
+        """Raises if somebody has saved since the store was opened."""
         self.folder.check()
         newest = commits.numbers(self.folder)[-1:]
         if self.is_ousted or newest != [self.generation]:
