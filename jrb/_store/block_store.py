@@ -22,6 +22,7 @@ import os
 import tempfile
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import quote
@@ -347,7 +348,9 @@ class BlockStore:
         if array is not None and dataclasses.replace(array.spec, file="") == spec:
             return array
         # The number of the next generation makes the name of the file new, whatever was there.
-        short = quote(name, safe="", errors="surrogatepass").replace("%2F", ".")[:_LONGEST]
+        short = quote(name, safe="", errors="surrogatepass").replace("%2F", ".")
+        if len(short) > _LONGEST:  # another process may write an array whose name begins so too
+            short = f"{short[:_LONGEST]}~{zlib.crc32(short.encode()):08x}"
         if not self._num_files:
             self.folder.make(ARRAYS)
         self._num_files += 1
