@@ -7,6 +7,10 @@ and helpers for tables and error messages.
 N capacity, E environments, T time, B batch.
 """
 
+from collections.abc import Callable
+
+import jax
+
 from jrb._core.steps import context_of
 from jrb._store.block_store import store_at
 from jrb._store.files import Folder, check_links, make_folder
@@ -27,7 +31,7 @@ from jrb.ring import Ring
 from jrb.types.messages import all_held, episode_ends, every_slot, put_rows
 from jrb.units.episodes import lengths as episode_lengths
 
-last_of_equals = Ring.last_of_equals
+last_of_equals: Callable[[Ring, jax.Array], jax.Array] = Ring.last_of_equals
 
 __all__ = [
     "MAX_EXPANSION",

@@ -337,7 +337,7 @@ def assemble(
     Args:
         buffer: the description.
         state: the state that was drawn from. For items on the host, its storage is what was
-            fetched, which `HostStorageProxy.read` returns as it is.
+            fetched, which `DeviceProxy.read` returns as it is.
         draw: the anchors that were drawn.
         key: the key of the draw.
         read: False to leave `data` None; the caller puts in the stored items later.

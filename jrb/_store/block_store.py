@@ -23,7 +23,7 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -38,7 +38,14 @@ from jrb._store.blocks import (
     Reader,
     rows_per_block,
 )
-from jrb._store.commits import ARRAYS, Generation, OpenGeneration, SmallArray, Table
+from jrb._store.commits import (
+    ARRAYS,
+    Generation,
+    OpenGeneration,
+    SmallArray,
+    Table,
+    VersionError,
+)
 from jrb._store.errors import DamagedError, LockedError, StaleError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
@@ -59,11 +66,9 @@ _TEMPORARY = "jrb-temporary-"
 _LONGEST = 100  # characters of an array's name in the name of its file
 _MOST_OPEN = 32  # files of a store that stay open for writes
 
-_OUTCOMES = (
-    "It has not happened: what was saved before is still there.",
-    "It has happened, but may not survive a loss of power before the next save.",
-    "It has happened, and lasts; what it makes superfluous is still there.",
-)
+_NOT_HAPPENED = "It has not happened: what was saved before is still there."
+_NOT_DURABLE = "It has happened, but may not survive a loss of power before the next save."
+_NOT_TIDIED = "It has happened, and lasts; what it makes superfluous is still there."
 
 
 def no_progress(share: float) -> None:
@@ -79,7 +84,7 @@ class Source:
         label: its name in messages.
         rows: N.
         width: the bytes of a row.
-        read: returns the bytes of rows.
+        read: returns the bytes of rows; None for an array whose rows are written one by one.
         reach: the row from which on all rows are zeros; None for none.
         hashes: a function that returns a hash of each block, uint64 `[K]`, of the number of bytes
             that it is given; None if reading a block takes less time than a hash.
@@ -91,13 +96,13 @@ class Source:
     label: str
     rows: int
     width: int
-    read: Reader
+    read: Reader | None = None
     reach: int | None = None
     hashes: Callable[[int], np.ndarray] | None = None
     owner: Any = None
 
 
-_owners: dict[str, tuple[Any, dict[str, "weakref.ref[Any]"]]] = {}
+_last_saved: dict[str, tuple[Any, dict[str, "weakref.ref[Any]"]]] = {}
 """By path, the last generation that this process wrote, and the owners of its arrays."""
 
 
@@ -179,7 +184,7 @@ class BlockStore:
         """
         store = cls._locked(path)
         try:
-            store._take_newest()
+            store._load_newest()
             return store
         except BaseException:
             store.close()
@@ -190,7 +195,7 @@ class BlockStore:
         """Opens a store to which another process of this program has the lock, to write arrays."""
         store = cls(Folder(path))
         store._is_joined = True
-        store._take_newest()
+        store._load_newest()
         return store
 
     @classmethod
@@ -199,7 +204,7 @@ class BlockStore:
         folder = commits.folder_at(path)
         store = cls(folder)
         store._opened = commits.newest(folder) if number is None else commits.at(folder, number)
-        store._take(store._opened.generation)
+        store._load_arrays(store._opened.generation)
         return store
 
     @classmethod
@@ -211,7 +216,7 @@ class BlockStore:
         store._lock = Lock(store.folder)
         return store
 
-    def _take_newest(self) -> None:
+    def _load_newest(self) -> None:
         """Takes the arrays of the newest generation, as far as their files are whole."""
         numbers = commits.numbers(self.folder)
         if numbers:
@@ -219,11 +224,11 @@ class BlockStore:
             with contextlib.suppress(DamagedError):
                 one = commits.newest(self.folder)
                 one.close()  # who has the lock of the store decides what expires
-                self._take(one.generation)
+                self._load_arrays(one.generation)
                 self.arrays = {name: it for name, it in self.arrays.items() if it.is_whole()}
-        self._refer()
+        self._find_used_positions()
 
-    def _take(self, one: Generation) -> None:
+    def _load_arrays(self, one: Generation) -> None:
         """Makes the arrays those of a generation."""
         self.generation, self.meta, self.small = one.number, one.meta, one.small
         self.arrays, self._hashes, self._identity = {}, {}, one.identity
@@ -234,7 +239,7 @@ class BlockStore:
             if HASHES + name in one.small:
                 self._hashes[name] = np.frombuffer(one.small[HASHES + name].data, np.uint64)
 
-    def _refer(self) -> set[str]:
+    def _find_used_positions(self) -> set[str]:
         """Finds the positions that must not be written, as generations in the folder use them.
 
         Returns:
@@ -244,7 +249,7 @@ class BlockStore:
         for number in commits.numbers(self.folder):
             try:
                 one = OpenGeneration(self.folder, number)
-            except (DamagedError, FileNotFoundError):
+            except (DamagedError, VersionError, FileNotFoundError):
                 continue  # nothing of it can be kept
             one.close()
             for table in one.generation.large.values():
@@ -296,7 +301,7 @@ class BlockStore:
             taken.check()
             self._check_newest()
             commits.check_own(self.folder)
-            self._refer()
+            self._find_used_positions()
             self._lock = taken
             writing[self.path] = self
             if rival is not None:
@@ -331,9 +336,7 @@ class BlockStore:
 
     # Arrays.
 
-    def array(
-        self, name: str, source: Source | ArraySpec, block: int = 0, reserve: int = 0
-    ) -> BlockArray:
+    def array(self, name: str, source: Source, block: int = 0, reserve: int = 0) -> BlockArray:
         """Returns an array to write to; if it has other rows than before, a new one of zeros.
 
         Args:
@@ -377,11 +380,11 @@ class BlockStore:
             kept: the names of arrays that stay as they are.
 
         Returns:
-            A function that writes what was copied.
+            A function that writes what was copied; it does nothing if all is written.
         """
         self.own()
         before, hashes = dict(self.arrays), {}
-        saved, owners = _owners.get(self.path, (None, {}))
+        saved, owners = _last_saved.get(self.path, (None, {}))
         owners = owners if saved == self._identity else {}
         self._identity = None  # until the next commit, the arrays are those of no generation
         self._owners = {
@@ -396,12 +399,12 @@ class BlockStore:
             owner = owners[name]() if name in owners else None  # None if it is gone
             if owner is not None and owner is source.owner and before.get(name) is array:
                 continue
-            last = self._hashes.pop(name, None)
+            old_hashes = self._hashes.pop(name, None)
             if source.hashes is not None and array.spec.size:
                 hashes[name] = source.hashes(array.spec.size)
                 # The hashes of the last save are of use only if its blocks are there.
-                last = None if before.get(name) is not array else last
-            tasks += self._change_tasks(array, source, hashes.get(name), last, writes)
+                old_hashes = None if before.get(name) is not array else old_hashes
+            tasks += self._change_tasks(array, source, hashes.get(name), old_hashes, writes)
         run_all(tasks)
 
         def write() -> None:
@@ -417,26 +420,28 @@ class BlockStore:
         array: BlockArray,
         source: Source,
         hashes: np.ndarray | None,
-        last: np.ndarray | None,
+        old_hashes: np.ndarray | None,
         writes: list[Callable[[], None]] | None,
     ) -> list[Callable[[], None]]:
         """Returns tasks that find the changed blocks of an array, and write or copy these."""
-        spec = array.spec
+        spec, read = array.spec, source.read
+        if read is None:
+            raise TypeError(f"{spec.label}: expected a function that reads the rows, got None.")
         reach = spec.num_blocks if source.reach is None else -(-source.reach // spec.block)
         for block in (reach + np.flatnonzero(array.positions[reach:] != NO_POSITION)).tolist():
             array.clear_block(block)
 
         def task(first: int, last: int) -> None:
-            blocks = list(array.changed_blocks(source.read(*spec.rows_of(first, last)), first))
+            blocks = list(array.changed_blocks(read(*spec.rows_of(first, last)), first))
             if writes is not None:
                 blocks = [(block, part.copy(), checksum) for block, part, checksum in blocks]
                 writes.append(lambda: array.write_blocks(blocks))
             else:
                 array.write_blocks(blocks)
 
-        if hashes is not None and last is not None and len(last) == len(hashes):
+        if hashes is not None and old_hashes is not None and len(old_hashes) == len(hashes):
             # Only blocks whose hashes have changed are transferred from the device.
-            suspects = np.flatnonzero(hashes[:reach] != last[:reach]).tolist()
+            suspects = np.flatnonzero(hashes[:reach] != old_hashes[:reach]).tolist()
             return [functools.partial(task, block, block) for block in suspects]
         starts = range(0, reach, RUN)
         return [functools.partial(task, first, min(first + RUN, reach) - 1) for first in starts]
@@ -462,7 +467,9 @@ class BlockStore:
         tables = {}
         for name, array in self.arrays.items():
             data = Table(array.spec, array.positions, array.checksums).to_bytes()
-            tables[name] = [dataclasses.asdict(array.spec), base64.b85encode(data).decode()]
+            hashes = self._hashes.get(name, np.zeros(0, np.uint64)).tobytes()
+            texts = [base64.b85encode(each).decode() for each in (data, hashes)]
+            tables[name] = [dataclasses.asdict(array.spec), *texts]
         return tables
 
     def commit(
@@ -486,31 +493,34 @@ class BlockStore:
         with self.turn:
             self.own()
             number = self.generation + 1
-            for name in self._hashes.keys() & self.arrays.keys():
-                small = small | {HASHES + name: SmallArray([], self._hashes[name].tobytes())}
+            named = self._hashes.keys() & self.arrays.keys()
+            hashes = {name: self._hashes[name].tobytes() for name in named}
             try:
                 self._settle()
                 tables = {
                     name: Table(array.spec, array.positions, array.checksums)
                     for name, array in self.arrays.items()
                 }
-                for name, (spec, data) in (others or {}).items():
-                    tables[name] = Table.from_bytes(ArraySpec(**spec), base64.b85decode(data))
+                for name, (spec, *texts) in (others or {}).items():
+                    data, hashes[name] = map(base64.b85decode, texts)
+                    tables[name] = Table.from_bytes(ArraySpec(**spec), data)
+                known = {HASHES + name: SmallArray([], it) for name, it in hashes.items() if it}
+                small = small | known
                 identity = commits.write(self.folder, Generation(number, meta, small, tables))
                 self._move_on(number, meta, small)
-                self._identity, _owners[self.path] = identity, (identity, self._owners)
+                self._identity, _last_saved[self.path] = identity, (identity, self._owners)
                 self.folder.sync()
             except BaseException as error:
                 happened = number in commits.numbers(self.folder)
                 if happened:
                     self._move_on(number, meta, small)
-                error.add_note(_OUTCOMES[happened])
+                error.add_note(_NOT_DURABLE if happened else _NOT_HAPPENED)
                 raise
             try:
                 self.folder.check()
                 self.expire(commits.numbers(self.folder)[-1 - keep :])
             except BaseException as error:
-                error.add_note(_OUTCOMES[2])
+                error.add_note(_NOT_TIDIED)
                 raise
             return number
 
@@ -536,12 +546,20 @@ class BlockStore:
         # comes back after a loss of power would refer to blocks that were overwritten.
         if expired:
             self.folder.sync()
-        used = self._refer()
+        used = self.cut_off()
         for name in self.folder.names(ARRAYS):
             if f"{ARRAYS}/{name}" not in used and commits.is_array_file(f"{ARRAYS}/{name}"):
                 self.folder.remove(f"{ARRAYS}/{name}")
+
+    def cut_off(self) -> set[str]:
+        """Shortens the files of the arrays; returns the files that a generation or this store uses.
+
+        Other processes than the one that commits call it after the commit.
+        """
+        used = self._find_used_positions()
         for array in self.arrays.values():
             array.cut_off()
+        return used
 
 
 def damages(path: str, progress: Progress = no_progress) -> list[str]:
@@ -558,7 +576,9 @@ def damages(path: str, progress: Progress = no_progress) -> list[str]:
                 stores.append(BlockStore.open_to_read(path, number))
             except FileNotFoundError:
                 continue  # it was removed meanwhile
-            except (DamagedError, OSError) as error:
+            except (DamagedError, VersionError, OSError) as error:
+                if isinstance(error, VersionError) and number == numbers[-1]:
+                    raise  # it may be whole, for another version of jrb
                 lines.append(str(error))
         # Generations share most blocks: each is read once.
         tasks: dict[tuple[str, int, int], tuple[BlockArray, int]] = {}
@@ -593,7 +613,7 @@ def _damaged_blocks(blocks: list[tuple[BlockArray, int]], progress: Progress) ->
     return list(dict.fromkeys(line for *_, line in sorted(lines)))
 
 
-def run_all(tasks: list[Callable[[], None]]) -> None:
+def run_all(tasks: Sequence[Callable[[], Any]]) -> None:
     """Calls functions in a few threads."""
     if len(tasks) == 1:
         tasks[0]()

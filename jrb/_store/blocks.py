@@ -1,9 +1,10 @@
 """One array on a disk: rows in blocks, each at a position of the array's file.
 
-A block is a power of two of rows, of 128 to 256 kB. The table of an array gives the position and
-the checksum of each block; a block that was never written has no position, and its rows are zeros.
-A position to which a kept generation refers is never written: the first write into such a block
-copies it to a free position. So a commit has nothing to undo, and loses nothing (`block_store.py`).
+A block is a power of two of rows, at most 256 kB unless a row has more. The table of an array gives
+the position and the checksum of each block; a block that was never written has no position, and its
+rows are zeros. A position to which a kept generation refers is never written: the first write into
+such a block copies it to a free position. So a commit has nothing to undo, and loses nothing
+(`block_store.py`).
 
 Rows are read through a mapping and written by `pwrite`: a full disk is an error of the write, not a
 signal of a later read, and written rows do not count as memory of this process. A block is written
@@ -95,6 +96,7 @@ class BlockArray:
         checksums: uint64 `[K]`, of the bytes of each block; 0 for a block without a position.
         path: of the file.
         moves: the number of blocks that were given another position since the array was opened.
+        reserved: the number of positions for which the file keeps room on the disk.
     """
 
     def __init__(self, folder: Folder, name: str, spec: ArraySpec) -> None:
@@ -109,7 +111,7 @@ class BlockArray:
         self._used: np.ndarray = np.zeros(0, np.bool_)  # committed positions, and those in use now
         self._is_unhashed: np.ndarray = np.zeros(spec.num_blocks, np.bool_)
         self._is_synced, self._has_failed = True, False
-        self._reserved = 0  # the positions for which the file got room, which stays
+        self.reserved: int = 0
         self._open_file: list[int] = []  # the file, if it stays open for writes
         self._mapped: np.ndarray = np.zeros((0, spec.width), np.uint8)
         self._shift = spec.block.bit_length() - 1
@@ -198,11 +200,17 @@ class BlockArray:
         """
         file = self._folder.create(self.spec.file)
         try:
-            self._reserved = reserve
+            self.reserved = reserve
             if reserve:
                 files.resize(file, self.path, reserve * self.spec.size, reserve=True)
         finally:
             os.close(file)
+
+    @property
+    def reach(self) -> int:
+        """The row from which on no block was ever written; rows there are zeros."""
+        written = np.flatnonzero(self.positions != NO_POSITION)
+        return min((int(written[-1]) + 1) * self.spec.block, self.spec.rows) if written.size else 0
 
     def is_whole(self) -> bool:
         """Returns True if the file has all positions of the table."""
@@ -261,18 +269,16 @@ class BlockArray:
         if position == NO_POSITION or not target.size:
             target[:] = 0
             return
-        offset = position * self.spec.size
+        offset, where = position * self.spec.size, f"{self.path}: {self.spec.label}, block {block}"
+        if (size := os.fstat(file).st_size) < offset + target.size:
+            raise DamagedError(f"{where}: expected {offset + target.size} bytes, found {size}.")
         files.read_at(file, self.path, offset, target.data)
         checksum, expected = checksum_of(target), self.checksums.item(block)
         if checksum != expected and not self._is_unhashed[block]:
             raise DamagedError(
-                f"{self.path}: {self.spec.label}, block {block}: expected the checksum "
-                f"{expected:016x}, found {checksum:016x}: the bytes from {offset} on were damaged."
+                f"{where}: expected the checksum {expected:016x}, found {checksum:016x}: the bytes "
+                f"from {offset} on were damaged."
             )
-
-    def check_block(self, block: int) -> None:
-        """Raises `DamagedError` if the bytes of a block are damaged."""
-        self.read_block(block)
 
     def read_block(self, block: int) -> np.ndarray:
         """Returns the bytes of a block, uint8; raises `DamagedError` if they are damaged."""
@@ -289,23 +295,23 @@ class BlockArray:
 
         `highest` is the highest slot; -1 if it is unknown.
         """
-        mapped, block, places, lowest = self._mapped, self.spec.block, slots, 0
+        mapped, block, file_rows, lowest = self._mapped, self.spec.block, slots, 0
         # `argmin` of small arrays takes a third of the time of `min`, whose code is in Python.
         if highest < 0 and slots.size:
             highest = slots.item(slots.argmax())
         # Until the first block of a commit is overwritten, each block is at its own place.
         if highest >= self._rows_in_order():
             positions = self.positions.take(slots >> self._shift)
-            places = positions * block + (slots & block - 1)
-            lowest = places.item(places.argmin())
-            highest = places.item(places.argmax())
+            file_rows = positions * block + (slots & block - 1)
+            lowest = file_rows.item(file_rows.argmin())
+            highest = file_rows.item(file_rows.argmax())
         if highest >= len(mapped):
             mapped = self._map(highest // block + 1)
         if lowest >= 0:
-            return mapped.take(places, 0, None, "clip")  # "raise" would copy once more
-        is_written = places >= 0
+            return mapped.take(file_rows, 0, None, "clip")  # "raise" would copy once more
+        is_written = file_rows >= 0
         rows = np.zeros((len(slots), self.spec.width), np.uint8)
-        rows[is_written] = mapped.take(places[is_written], 0, None, "clip")
+        rows[is_written] = mapped.take(file_rows[is_written], 0, None, "clip")
         return rows
 
     def _rows_in_order(self) -> int:
@@ -331,7 +337,7 @@ class BlockArray:
                     f"bytes, found {size}."
                 )
             room = 1 << num_positions.bit_length()
-            self._mapped = _mapped(file, room * self.spec.block, self.spec.width)
+            self._mapped = _map_rows(file, room * self.spec.block, self.spec.width)
         return self._mapped
 
     def begin_write(
@@ -414,7 +420,7 @@ class BlockArray:
     def cut_off(self) -> None:
         """Shortens the file by the free positions at its end."""
         used = np.flatnonzero(self._used)
-        num_positions = max(int(used[-1]) + 1 if used.size else 0, self._reserved)
+        num_positions = max(int(used[-1]) + 1 if used.size else 0, self.reserved)
         with self.open(os.O_RDWR) as file:
             if os.fstat(file).st_size > num_positions * self.spec.size:
                 files.resize(file, self.path, num_positions * self.spec.size, reserve=False)
@@ -490,7 +496,7 @@ def aligned(shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray:
     return memory[first : first + size].view(dtype).reshape(shape)
 
 
-def _mapped(file: int, rows: int, width: int) -> np.ndarray:
+def _map_rows(file: int, rows: int, width: int) -> np.ndarray:
     """Maps a file, and returns its rows, uint8 `[rows, width]`, which change as the file does."""
     if not width * rows:
         return np.zeros((rows, width), np.uint8)

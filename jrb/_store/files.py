@@ -216,9 +216,11 @@ def make_folder(path: str) -> None:
     if os.path.lexists(path) and not os.path.isdir(path):
         raise ValueError(f"{path}: expected a folder, or nothing, found a file. Move it away.")
     if not os.path.isdir(path):
+        above = os.path.dirname(os.path.abspath(path))
+        make_folder(above)  # each level lasts before something is put into it
         announce("mkdir", path)
         os.makedirs(path, exist_ok=True)
-        Folder(os.path.dirname(os.path.abspath(path))).sync()
+        Folder(above).sync()
 
 
 def write_at(file: int, path: str, offset: int, data: Bytes) -> int:

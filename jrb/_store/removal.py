@@ -73,7 +73,7 @@ def _checked(path: str, is_own: IsOwn) -> list[str]:
     names, folders = _below(path)
     own = [name for name in names if is_own(path, name)]
     used = {above for name in own for above in _above(name)}
-    if own:  # the store's folder of arrays, which may be empty
+    if own and commits.ARRAYS in folders:  # which may be empty
         used.add(commits.ARRAYS)
     # An empty folder belongs to no format: whoever made it may need it.
     others = {*names, *folders} - {*own, *used}

@@ -161,20 +161,15 @@ class SharedRows:
     @property
     def reach(self) -> int:
         """The slot from which on nothing was ever written; rows there are zeros."""
-        return max(self._reach_of(number) for number in range(len(self._arrays)))
-
-    def _reach_of(self, number: int) -> int:
-        array = self._arrays[number]
-        written = np.flatnonzero(array.positions >= 0)
-        return min((int(written[-1]) + 1) * array.spec.block, self._slots) if len(written) else 0
+        return max(array.reach for array in self._arrays)
 
     # Reading.
 
     def take(self, version: int, slots: list[np.ndarray], first: int = 0) -> list[np.ndarray]:
         """Returns rows of the arrays from `first` on, uint8 `[B, width]`, each at its slots `[B]`.
 
-        Rows that were never written are zeros. Raises `StaleError` if one was overwritten after
-        the version.
+        Slots are signed integers. Rows that no state has are zeros, or those of a write that was
+        taken back. Raises `StaleError` if a row was overwritten after the version.
         """
         self._settle()
         pairs = list(zip(self._arrays[first:], slots, strict=False))
@@ -204,9 +199,13 @@ class SharedRows:
                 "last write returned, or load the path again."
             )
 
-    def check_whole(self) -> None:
-        """Raises `StaleError` if rows are lost, as a write was cut off."""
+    def prepare_commit(self) -> None:
+        """Waits for draws of other threads, and raises `StaleError` if rows are lost.
+
+        A commit shortens the files, whose ends no thread may read meanwhile.
+        """
         self._settle()
+        self.drawing.wait()
         if len(self._lost):
             raise StaleError(
                 f"{self.store.path}: expected whole rows, found some that were lost, as a write "
@@ -228,7 +227,7 @@ class SharedRows:
     def put(
         self, version: int, slots: np.ndarray, rows: list[np.ndarray], patient: bool = True
     ) -> int:
-        """Writes rows, uint8 `[B, width]` of every array, at distinct slots, integers `[B]`.
+        """Writes rows, uint8 `[B, width]` of every array, at distinct slots, signed integers `[B]`.
 
         Returns the version of the new state. If it fails, nothing has changed. If `patient`, the
         write waits for draws of other threads.

@@ -28,7 +28,7 @@ from jrb.state import Buffer, BufferState, Device
 from jrb.storages import DeviceStorage
 from jrb.storages.device import next_observation_rows, shared_leaves
 from jrb.storages.host_rows import bytes_of
-from jrb.storages.memmap import ITEMS, no_rows
+from jrb.storages.memmap import ITEMS
 from jrb.types import Item
 from jrb.types.messages import PartState
 
@@ -203,7 +203,7 @@ class EncodedItems:
             name, count = ITEMS + leaf_name, self._num_rows
             kind = [descriptions.dtype_name(leaf.dtype), str([count, *leaf.shape])]
             width = leaf.size * leaf.dtype.itemsize
-            source = Source(kind, f"leaf '{name}'", count, width, no_rows)
+            source = Source(kind, f"leaf '{name}'", count, width)
             arrays[prefix + name] = store.array(prefix + name, source, self._chunk)
         return arrays
 

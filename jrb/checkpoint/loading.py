@@ -23,7 +23,7 @@ from jrb.mix import Description, Mix
 from jrb.sharding import Sharded
 from jrb.state import Buffer, BufferState, Device
 from jrb.storages import host_rows
-from jrb.storages.memmap import ITEMS, StoreRows, item_sources
+from jrb.storages.memmap import ITEMS, item_sources
 from jrb.types import Item
 
 
@@ -83,7 +83,7 @@ class OpenedCheckpoint:
         prefix, arrays = self.prefix + ITEMS, self.store.arrays.items()
         items = [array for name, array in arrays if name.startswith(prefix)]
         blocks = [(array, block) for array in items for block in range(array.spec.num_blocks)]
-        run_all([functools.partial(array.check_block, block) for array, block in blocks])
+        run_all([functools.partial(array.read_block, block) for array, block in blocks])
 
 
 # Several buffers, and the shards of one.
@@ -217,25 +217,17 @@ def _load(
         pieces = external_items.decoded(path, some, form, spec, back.decode)
     elif schema.is_on_host(buffer):
         checkpoint.check_items()
-        pieces = _host_rows(checkpoint, buffer, spec)
+        stored = _item_arrays(checkpoint, spec, buffer.capacity)
+        specs = jax.tree.leaves(external_items.host_spec(spec))
+        # All slots up to the last one written, a few megabytes at a time.
+        every = np.arange(max(array.reach for array in stored))
+        pieces = (
+            (slots, external_items.viewed([array.read_rows(slots) for array in stored], specs))
+            for slots in external_items.in_parts(every, pytree.nbytes(spec))
+        )
     else:
         return buffer, state
     return buffer, external_items.restored(buffer, want, state, spec, pieces, device)
-
-
-def _host_rows(checkpoint: OpenedCheckpoint, buffer: Buffer, spec: Item) -> Pieces:
-    """Yields all slots up to the last one written, and their items, a few megabytes at a time."""
-    specs = jax.tree.leaves(external_items.host_spec(spec))
-    arrays = _item_arrays(checkpoint, spec, buffer.capacity)
-    written = [np.flatnonzero(array.positions >= 0)[-1:] for array in arrays]
-    ends = [
-        (int(last[0]) + 1) * it.spec.block
-        for it, last in zip(arrays, written, strict=True)
-        if len(last)
-    ]
-    reach = min(max(ends, default=0), buffer.capacity)
-    for slots in external_items.in_parts(np.arange(reach), pytree.nbytes(spec)):
-        yield slots, external_items.viewed([array.read_rows(slots) for array in arrays], specs)
 
 
 def _item_arrays(checkpoint: OpenedCheckpoint, spec: Item, capacity: int) -> list[Any]:
@@ -303,7 +295,7 @@ def _reopened(
     if verify:
         checkpoint.check_items()
     state = _restored(checkpoint, schema.blank(buffer, spec), device)
-    view = host_rows.view(StoreRows(checkpoint.store, buffer.capacity, spec))
+    view = host_rows.view(buffer.storage.open_rows(checkpoint.store, buffer.capacity, spec))
     state = external_items.attach(buffer, state, view)
     return buffer, state if device is None else jax.device_put(state, device)
 

@@ -1,4 +1,4 @@
-"""Writes states into stores: names each array, and commits what differs from the last save.
+"""Writes the named arrays of states into stores, and commits what differs from the last save.
 
 The arrays of several buffers, of the parts of a mix and of the shards of a sharded buffer are in
 one generation; their names begin with that of the part, such as `train/sampler/raw`. Of several
@@ -326,12 +326,15 @@ class SaveJob:
                 for name, (kind, data) in report["small"].items():
                     self._small[name] = SmallArray(kind, base64.b85decode(data))
             if self._own is not None:
-                self._own.shared.check_whole()
+                self._own.shared.prepare_commit()
             return store.commit(self._meta, self._small, keep, tables)
 
         # The generation is written only when the arrays of all processes are on the disk.
         reports = self._group.all_gather_json(write_arrays)
-        return max(self._group.all_gather_json(commit))
+        number = max(self._group.all_gather_json(commit))
+        if self._group.number != 0:
+            store.cut_off()
+        return number
 
     def close(self) -> None:
         """Releases the lock, unless it is that of the state's own storage, and all copies."""

@@ -219,7 +219,7 @@ class Agent:
                     f"{config.devices}. Call jrb.demo.prepare_devices before JAX starts, and the "
                     "CPU counts as more."
                 )
-            self.mesh = Mesh(np.array(devices[: config.devices]), (AXIS,))
+            self.mesh: Mesh | None = Mesh(np.array(devices[: config.devices]), (AXIS,))
             self.buffer = Sharded(self.buffer, config.devices, self.mesh, AXIS)
         total, peak = config.iterations * config.chunks * config.updates, config.learning_rate
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, total // 50 + 1, total, peak / 10)

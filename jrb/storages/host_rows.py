@@ -23,7 +23,7 @@ from jrb.types import Context, HostState, HostStorage, Item, SlotsForLeaf, Write
 from jrb.types.messages import PartState
 
 Version = Any
-"""The number of a write: uint32 `[2]` of JAX or NumPy, its high and low word."""
+"""A number that grows with each write: uint32 `[2]` of JAX or NumPy, its high and low word."""
 
 VERSION = jax.ShapeDtypeStruct((2,), jnp.uint32)
 

@@ -82,19 +82,14 @@ class StoreRows(HostRows):
 
 
 def item_sources(spec: Item, capacity: int) -> dict[str, Source]:
-    """Returns the arrays of a store for items of this spec, by name; they cannot be read."""
+    """Returns the arrays of a store, by name, for items of this spec."""
     sources = {}
     for name, leaf in zip(pytree.unique_names(spec), jax.tree.leaves(spec), strict=True):
         raw = casting.raw_spec(leaf)
         kind = [str(leaf.dtype), str([capacity, *leaf.shape])]
         width = raw.size * raw.dtype.itemsize
-        sources[ITEMS + name] = Source(kind, f"leaf '{name}'", capacity, width, no_rows)
+        sources[ITEMS + name] = Source(kind, f"leaf '{name}'", capacity, width)
     return sources
-
-
-def no_rows(start: int, stop: int) -> np.ndarray:
-    """Stands for the reader of an array whose rows are in the store already."""
-    raise NotImplementedError
 
 
 class StoreArrays(HostArrays):
@@ -127,8 +122,7 @@ class StoreArrays(HostArrays):
     def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> StoreRows:
         """Creates files full of zeros. Raises if the disk has no space for them."""
         sources = item_sources(spec, ring.capacity)
-        # Rows of the last commit stay as they are: until the next one, as many may be added.
-        rounds = 0 if not self.prealloc else 1 if self.path is None else 2
+        rounds = self._reserved_rounds
         store = BlockStore.create(None if self.path is None else os.fspath(self.path))
         try:
             store.folder.check_free(rounds * self._file_bytes(sources))
@@ -140,6 +134,20 @@ class StoreArrays(HostArrays):
         except BaseException:
             store.close()
             raise
+
+    @property
+    def _reserved_rounds(self) -> int:
+        """How often the files keep room for all rows."""
+        # Rows of the last commit stay as they are: until the next one, as many may be added.
+        return 0 if not self.prealloc else 1 if self.path is None else 2
+
+    def open_rows(self, store: BlockStore, capacity: int, spec: Item) -> StoreRows:
+        """Returns the rows of a store that has been opened, whose files keep the room they have."""
+        rows = StoreRows(store, capacity, spec)
+        for name in rows.shared.names:
+            array = store.arrays[name]
+            array.reserved = self._reserved_rounds * array.spec.num_blocks
+        return rows
 
     def _file_bytes(self, sources: dict[str, Source]) -> int:
         """Returns the bytes of all full files, whose last blocks are padded."""
@@ -163,14 +171,18 @@ class MemmapStorage(StoreArrays):
     overwritten since (`jrb.StaleError`). `jrb.save` to the path is a commit, which writes only what
     changed. `jrb.load` of the path returns the last commit, all of it, after a crash too: the first
     write into a block of a commit goes to another position of the file. So until the next commit
-    the files grow by the blocks that are overwritten, at most to twice their size.
+    the files grow by the blocks that are overwritten, at most to twice their size. Older
+    generations that are kept (`keep=`) and those that readers have loaded take room beside it.
 
     One process may write. Any number of others may load the path; they read the rows of the commit
     that they loaded as long as they hold its state, however many commits follow, and the files keep
-    these rows for them. If a file is truncated meanwhile, the process crashes. In a process, one
-    thread may write while others draw: a write waits for draws that are under way. If a process
-    loads a path that it writes already, the state that is written to first stays valid, and the
-    other becomes stale.
+    these rows for them. If a file is truncated meanwhile, the process crashes. If a process loads a
+    path that it writes already, the state that is written to first stays valid, and the other
+    becomes stale.
+
+    In a process, one thread may write while others draw. Outside `jit`, a write waits for draws
+    that are under way, at most a second; later, or inside `jit`, such a draw may raise
+    `jrb.StaleError`.
 
     Attributes:
         path: a folder that does not exist or is empty; None for a temporary one, which is removed

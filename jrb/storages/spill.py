@@ -235,14 +235,17 @@ class SpillStorage(StoreArrays):
         # Dispatched first: the device gathers while the host reads its rows.
         cached = _gathered(jax.tree.leaves(state.cache.items), offsets)
         at = places.each(lambda one: _uncached(np.asarray(one[0]), np.asarray(one[2])))
-        others = view.rows.items(view.rows.take(view.version, [slots for slots, _ in at]))
+        others = view.rows.items(view.rows.take(view.version, [uncached for uncached, _ in at]))
         leaves, structure = jax.tree.flatten(others)
         merged = _merged(cached, list(map(packed.to_words, leaves)), [offset for _, offset in at])
         unpacked = map(packed.from_words, merged, [leaf.dtype for leaf in leaves])
         return jax.tree.unflatten(structure, unpacked)
 
     def read(self, context: Context, state: TieredState, where: SlotsForLeaf) -> Item:
-        """Returns the items: cached ones from the device, all others by a callback."""
+        """Returns the items: cached ones from the device, all others by a callback.
+
+        The host sends a whole batch, with zeros in place of cached rows.
+        """
         view, targets = state.view, list(map(where, state.view.rows.names))
         located = self.device_part.locate(context, state.cache, targets)
         slots = located.each(lambda one: jnp.where(one[2], -1, one[0]))  # -1 is not read

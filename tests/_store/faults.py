@@ -101,7 +101,7 @@ class Ring:
         self.put(np.random.default_rng(seed).permutation(SLOTS)[:9])
 
     def commit(self, keep=0):
-        self.rows.check_whole()
+        self.rows.prepare_commit()
         return commit(self.store, self.written, self.stamps, keep)
 
     def content(self):
@@ -460,7 +460,7 @@ def unlike(ring, call=lambda act: act()):
         expected = [rows(ring.stamps[at], width) for width in WIDTHS.values()]
         texts += [] if all(map(np.array_equal, found, expected)) else ["a lost row was seen"]
     try:
-        ring.rows.check_whole()
+        ring.rows.prepare_commit()
         return [*texts, "a lost row was not noticed"]
     except StaleError:
         return texts

@@ -13,7 +13,7 @@ import pytest
 
 from jrb._store import block_store, blocks, commits, files
 from jrb._store.block_store import BlockStore, Source
-from jrb._store.blocks import ArraySpec, checksum_of, is_zero, rows_per_block, runs
+from jrb._store.blocks import checksum_of, is_zero, rows_per_block, runs
 from jrb._store.commits import SmallArray
 from jrb._store.errors import DamagedError
 
@@ -625,7 +625,7 @@ def test_room_that_is_set_aside_stays(path):
     """Room for two times all blocks, so that no write of a ring fails on a disk that is full."""
     size = 5000 * 1000
     with BlockStore.create(path) as store:
-        spec = ArraySpec([], "leaf", 5000, 1000, 0)
+        spec = Source([], "leaf", 5000, 1000)
         array = store.array("x", spec, reserve=2 * -(-5000 // 256))
         used = lambda: os.stat(array.path).st_blocks * 512
         assert used() >= 2 * size
@@ -648,10 +648,10 @@ def test_a_disk_that_is_too_full_for_the_room_is_an_error(path, monkeypatch):
     with BlockStore.create(path) as store:
         monkeypatch.setattr(files, "hook", full)
         with pytest.raises(OSError, match="No space left"):
-            store.array("x", ArraySpec([], "leaf", 5000, 1000, 0), reserve=20)
+            store.array("x", Source([], "leaf", 5000, 1000), reserve=20)
         monkeypatch.setattr(files, "hook", None)
         assert store.arrays == {}
-        store.array("x", ArraySpec([], "leaf", 5000, 1000, 0), reserve=20)
+        store.array("x", Source([], "leaf", 5000, 1000), reserve=20)
         store.commit({}, {})
     assert len(array_files(path)) == 1
 
@@ -694,7 +694,9 @@ def test_a_file_that_is_gone_or_cut_short_is_named(path):
     target = {"x": np.empty((128, 3), np.uint8)}
     os.truncate(name, 200)
     with BlockStore.open_to_read(path) as store:
-        with pytest.raises(DamagedError, match=r"expected \d+ bytes, found \d+") as caught:
+        with pytest.raises(
+            DamagedError, match=r"leaf, block \d: expected \d+ bytes, found 200"
+        ) as caught:
             store.read(target)
         assert name in str(caught.value)
         with pytest.raises(DamagedError, match=r"leaf: expected 384 bytes, found 200"):
@@ -826,3 +828,31 @@ def test_a_save_of_several_processes_has_the_arrays_of_all(path):
         for name in names:
             model[name] = model[name].copy()
             model[name][rng.integers(0, 64, 3)] += 1
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_another_process_reads_only_blocks_with_other_hashes_and_shortens_its_files(path):
+    rng = np.random.default_rng(0)
+    device, own = Device(noise(rng, 32 * 9, 3)), noise(rng, 64, 3)
+
+    def save():
+        with BlockStore.open_to_save(path) as leader, BlockStore.join(path) as member:
+            member.put({"other": device.source()})
+            tables = json.loads(json.dumps(member.tables()))
+            leader.put(sources({"own": own}))
+            leader.commit({}, {}, others=tables)
+            member.cut_off()
+            size = os.path.getsize(member.arrays["other"].path)
+        return device.blocks_asked(), size
+
+    assert save()[0] == list(range(9))
+    assert save()[0] == []
+    device.data[[40, 200]] += 1
+    assert save()[0] == [1, 6]
+    device.data[:] += 1
+    assert save()[0] == list(range(9))
+    device.data[:] += 1
+    sizes = [save()[1] for _ in range(3)]
+    assert max(sizes) <= 2 * 9 * 32 * 3
+    with BlockStore.open_to_read(path) as store:
+        assert_holds(store, {"own": own, "other": device.data})

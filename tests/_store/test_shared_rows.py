@@ -186,7 +186,7 @@ def test_each_state_reads_its_rows_or_is_stale(kind, path):
             states.rows.store.commit({}, {}, int(states.rng.integers(2)))
         count += states.check_all()
     assert count > 300
-    states.rows.check_whole()
+    states.rows.prepare_commit()
 
 
 def test_rows_are_taken_from_some_arrays(path):
@@ -260,13 +260,13 @@ def test_a_write_that_fails_has_not_happened(kind, path, monkeypatch):
             states.untouched[slots] = False
             states.check_all()
             states.rows.check_newest(states.newest)
-            states.rows.check_whole()
+            states.rows.prepare_commit()
             if number % 2:
                 states.put(slots, rows)  # the same write can be made
         monkeypatch.setattr(files, "hook", None)
         states.check_all()
         if states.rng.random() < 0.3:
-            states.rows.check_whole()
+            states.rows.prepare_commit()
             states.rows.store.commit({}, {})
     assert failed > 10
 
@@ -283,7 +283,7 @@ def test_a_write_that_cannot_be_taken_back_yet_is_taken_back_later(path, monkeyp
     # No rows are returned as long as some may be of a write that has not happened.
     for read in (
         lambda: states.rows.take(states.newest, [slots] * len(WIDTHS)),
-        states.rows.check_whole,
+        states.rows.prepare_commit,
         lambda: states.rows.check_newest(states.newest),
         lambda: states.put(slots, rows),
     ):
@@ -314,23 +314,23 @@ def test_a_write_is_taken_back(kind, most_kept, path, monkeypatch):
             states.lost = is_lost
             lost += states.lost.sum()
             states.check_all()
-            check_whole(states)
+            prepare_commit(states)
             states.rows.take_back(before)
             if number % 2:
                 states.put(slots, rows)
         elif number % 4 == 0:
             states.rows.store.commit({}, {})
             states.check_all()
-        check_whole(states)
+        prepare_commit(states)
     assert bool(lost) == (most_kept == 300)
 
 
-def check_whole(states):
+def prepare_commit(states):
     if not states.lost.any():
-        states.rows.check_whole()
+        states.rows.prepare_commit()
         return
     with pytest.raises(StaleError, match="lost"):
-        states.rows.check_whole()
+        states.rows.prepare_commit()
 
 
 def test_a_write_of_another_thread_is_not_taken_back(path):
@@ -369,13 +369,13 @@ def test_rows_that_could_not_be_kept_are_lost_until_they_are_written_again(seed,
             states.lost[missing] = True
             lost += len(missing)
             states.check_all()
-            check_whole(states)
+            prepare_commit(states)
             part = count // 2  # a part of the write is not enough
             states.put(slots[:part], [data[:part] for data in rows])
-            check_whole(states)
+            prepare_commit(states)
             states.check_all()
             states.put(slots, rows)
-            check_whole(states)
+            prepare_commit(states)
         monkeypatch.setattr(files, "hook", None)
         states.check_all()
     assert lost > 50

@@ -517,3 +517,17 @@ def test_a_draw_that_never_ends_is_not_waited_for_twice(monkeypatch):
     assert not one.inside
     monkeypatch.setattr(threads, "PATIENCE", AT_MOST)
     one.wait()
+
+
+def test_an_older_generation_whose_version_was_damaged_stops_no_save(path):
+    saved(path)
+    saved(path, keep=1)
+    name = os.path.join(path, commits.name_of(1))
+    with open(name, "rb") as file:
+        data = file.read()
+    with open(name, "wb") as file:
+        file.write(data.replace(b'"version":5', b'"version":7', 1))
+    (line,) = block_store.damages(path)
+    assert "version 7" in line and name in line
+    saved(path, keep=1)
+    assert block_store.damages(path) == []

@@ -311,6 +311,11 @@ def test_room_that_is_reserved_stays_reserved(rounds, tmp_path):
         if path is not None:
             jrb.save(path, buffer, state)
         assert on_disk() >= reserved
+    if path is not None:
+        del state
+        buffer, state = jrb.load(path)
+        jrb.save(path, buffer, buffer.add(state, {"x": jnp.zeros(2)}))
+        assert on_disk() >= reserved
 
 
 def test_temporary_folders_go_with_the_last_state():

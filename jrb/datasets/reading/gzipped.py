@@ -30,7 +30,8 @@ class GzippedColumn:
         self._file: Any = None
         with contextlib.closing(self):
             headers = [self._open(number) for number in range(len(paths))]
-        self.dtype, (_, *row) = headers[0]
+        self.dtype: np.dtype = headers[0][0]
+        _, *row = headers[0][1]
         for path, (dtype, shape) in zip(paths, headers, strict=True):
             is_same = dtype == self.dtype and [*shape[1:]] == row
             check(is_same, path, f"rows as in {paths[0]}, {self.dtype}{row}", f"{dtype}{shape[1:]}")

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h5py
@@ -16,7 +16,7 @@ from jrb.datasets.reading.tabular import Column, DerivedColumn
 
 _DEPTH = 16  # maximum depth of groups in groups, and of links to links, against cycles
 
-is_hdf5 = functools.partial(begins, signature=b"\x89HDF\r\n\x1a\n")
+is_hdf5: Callable[[object], bool] = functools.partial(begins, signature=b"\x89HDF\r\n\x1a\n")
 """Returns True if a path is a file that begins as HDF5."""
 _DAMAGE = (OSError, RuntimeError, KeyError)
 _refused = functools.partial(refused, expected="a whole HDF5 file", errors=_DAMAGE)

@@ -16,7 +16,7 @@ ROLES: dict[str, str] = {
 }
 """The fields of `jrb.Keys`, here called roles, and the names of their leaves in TED."""
 
-USUAL_NAMES = {
+USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "observation": ("obs", "observation", "observations"),
     "action": ("action", "actions"),
     "next/reward": ("reward", "rewards"),

@@ -6,7 +6,7 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from jrb.authoring import MAX_EXPANSION, ExpansionLimit
 from jrb.datasets.reading.names import begins, check, check_names, refused
 from jrb.datasets.reading.tabular import Column, DerivedColumn, by_content
 
-is_npz = functools.partial(begins, signature=b"PK\x03\x04")
+is_npz: Callable[[object], bool] = functools.partial(begins, signature=b"PK\x03\x04")
 """Returns True if a path is a file that begins as a zip archive."""
 # Errors of zipfile, zlib and NumPy on damage; `RuntimeError` includes `NotImplementedError`.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
