@@ -14,7 +14,6 @@ import numpy as np
 
 from jrb import Sharded
 from jrb._core import eager, steps, transforming, validate
-from jrb._core.host_proxy import for_device
 from jrb._util import casting, checks, pytree
 from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer
@@ -148,7 +147,7 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
     """
     ring, envs, target = old.ring, old.ring.envs, replay_target(new)
     spec = old.storage.spec(state.storage)
-    half = eager.make_device_state(for_device(target), spec)
+    half, view = eager.make_device_state(target, spec), old.storage.view(state.storage)
     counts = np.broadcast_to(old.writer.held(ring, state.writer).rows(ring), envs)
     # All pieces have one length, so that the write of them is compiled once.
     size = max(1, min(2 * _PIECE // max(1, pytree.nbytes(spec) * envs), int(counts.max())))
@@ -159,8 +158,8 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
         slots = slots[:, 0] if old.num_envs is None else slots
         mask = row[:, None] < counts  # of each environment, where it has its own clock
         mask = jnp.asarray(mask if old.writer.per_env else mask[:, 0])
-        items = old.storage.take(state.storage, slots)
-        after = steps.write(for_device(target), half, items, mask)
+        items = view.rows.fetch(view.version, slots)
+        after = steps.write(target, half, items, mask)
         half = after.replace(storage=half.storage)  # the items are there already
     return half.replace(storage=state.storage)
 
@@ -293,8 +292,7 @@ def _with_converted(
     if convert is None or dataclasses.replace(new, **same) != old:
         return None
     spec, convert_rows = _conversion(old, state, convert)
-    inner = for_device(new) if validate.on_host(new) else new
-    blank = validate.compiled_blank(inner).eval_shape(pytree.SpecKey(spec))
+    blank = validate.compiled_blank(new).eval_shape(pytree.SpecKey(spec))
     if not pytree.alike(blank.replace(storage=None), state.replace(storage=None)):
         return None
     ring, held, target = old.ring, old.writer.held(old.ring, state.writer), replay_target(new)

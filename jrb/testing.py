@@ -35,7 +35,8 @@ from jrb._util.pytree import PyTree, SpecKey
 from jrb.buffer import ReplayBuffer
 from jrb.doctor import doctor as doctor
 from jrb.state import BufferState, Sample
-from jrb.types import HostStorage, Item, MissingMethodError, PrioritizedSampler, ShardedSampler
+from jrb.storages import HostStorage
+from jrb.types import Item, MissingMethodError, PrioritizedSampler, ShardedSampler
 
 __all__ = ["conform", "consumed", "growth", "rows"]
 __dir__: PublicNames = lambda: __all__

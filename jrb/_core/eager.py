@@ -1,8 +1,9 @@
 """The methods outside `jit`, for items on the device or on the host.
 
 For items on the device, a method is one call of its compiled step. For items on the host it is host
-code around compiled parts, in which a `DeviceProxy` stands for the storage: these plan the slots to
-write and read. With traced arguments, a method adds its step to the program that is traced.
+code between compiled parts, which plan the slots to write and read, and work on what was fetched
+(see `jrb.storages.host_rows`). With traced arguments, a method adds its step to the program that is
+traced.
 """
 
 import dataclasses
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import debugging, editing, steps, transforming
-from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, without_items
 from jrb._core.lengths import lengths_of
 from jrb._core.validate import (
     blank,
@@ -25,11 +25,13 @@ from jrb._core.validate import (
     check_state,
     compiled_blank,
     explained,
+    for_device,
     on_host,
     warn_of_copies,
 )
 from jrb._util import casting, checks, pytree
 from jrb._util.pytree import Leaf, SpecKey
+from jrb._xla import compat
 from jrb._xla.compiling import (
     by_description,
     kept_by_description,
@@ -37,18 +39,12 @@ from jrb._xla.compiling import (
     standalone_program,
 )
 from jrb.state import Buffer, BufferState, Device, Sample
+from jrb.storages.host_rows import to_device
+from jrb.storages.objects import refusal
 from jrb.types import Item, PrioritizedSampler, TransformContext
 from jrb.types.messages import PartState
 
 _MANY_ELEMENTS = 1 << 14  # of an array that takes longer to copy than one more compiled call
-
-
-def refusal() -> TypeError:
-    """Makes the error for a method that cannot work on Python objects."""
-    return TypeError(
-        "ListStorage: expected to be called outside jit, vmap and scan, with Python objects. Use "
-        "jrb.DeviceStorage() there, with items of arrays."
-    )
 
 
 def copy_if_owned(array: jax.Array, state: PartState) -> jax.Array:
@@ -81,17 +77,18 @@ def is_one_step(buffer: Buffer, *arguments: Any) -> bool:
 
 def init(buffer: Buffer, spec: Item, device: Device) -> Any:
     """Returns an empty state; `spec` has the specs of a stored item."""
+    state = make_device_state(buffer, spec, device)
     if not on_host(buffer):
-        return make_device_state(buffer, spec, device)
-    state = make_device_state(for_device(buffer), spec, device)
-    storage = buffer.storage.make(
-        buffer.ring, spec, state.storage, is_chronological=buffer.writer.is_chronological
-    )
-    return state.replace(storage=storage if device is None else jax.device_put(storage, device))
+        return state
+    storage = buffer.storage
+    rows = storage.make_rows(buffer.ring, spec, is_chronological=buffer.writer.is_chronological)
+    view = storage.view(state.storage).replace(rows=rows).after(np.zeros(2, np.uint32))
+    stored = storage.with_view(state.storage, view)
+    return state.replace(storage=stored if device is None else jax.device_put(stored, device))
 
 
 def make_device_state(buffer: Buffer, spec: Item, device: Device = None) -> Any:
-    """Returns an empty state without host part; see `host_proxy.for_device`."""
+    """Returns an empty state, without rows on the host."""
     if isinstance(device, jax.Device):
         device = jax.sharding.SingleDeviceSharding(device)
     if device is not None:
@@ -103,8 +100,7 @@ def make_device_state(buffer: Buffer, spec: Item, device: Device = None) -> Any:
 
 def nbytes(buffer: Buffer, spec: Item, where: str | None) -> int:
     """Returns the bytes that `init` allocates: on the "device", the "host", in "files", or all."""
-    inner = for_device(buffer) if on_host(buffer) else buffer
-    sizes = [{"device": pytree.nbytes(compiled_blank(inner).eval_shape(SpecKey(spec)))}]
+    sizes = [{"device": pytree.nbytes(compiled_blank(buffer).eval_shape(SpecKey(spec)))}]
     if on_host(buffer):
         is_chronological = buffer.writer.is_chronological
         sizes += [buffer.storage.nbytes(buffer.ring, spec, is_chronological=is_chronological)]
@@ -171,31 +167,44 @@ def _put(
     `arrays` are the items for compiled parts, `items` those for the storage, `others` the further
     arguments of `steps.write`. With `donate`, arrays of the state are written in place.
     """
-    storage, inner, half = buffer.storage, for_device(buffer), on_device(buffer, state)
+    storage, half = buffer.storage, for_device(buffer, state)
+    view = storage.view(state.storage)
     # In place, the slots are planned first, and the state's arrays are written last: if the disk is
     # full, or an interrupt comes earlier, the state is unchanged. Planning costs one more call, so
     # small arrays are copied instead.
-    in_place = donate and storage.takes_back
+    in_place = donate and view.rows.takes_back
     if in_place and max(leaf.size for leaf in jax.tree.leaves(half)) > _MANY_ELEMENTS:
-        after, plan = None, _planned(inner, half, arrays, *others)
+        after, slots = None, _plan_slots(buffer, half, arrays, *others)
     else:
-        after = steps.write(inner, half, arrays, *others)
-        plan = after.storage
-    if is_traced(plan, after):
+        after = steps.write(buffer, half, arrays, *others)
+        slots = storage.view(after.storage).planned
+    if is_traced(slots, after):
         return None
-    with storage.writing(state.storage):
-        stored = storage.put(state.storage, plan, items)
-        if after is None:
-            after = _write_in_place(inner, half, arrays, *others)
-            stored = storage.moved(stored, after.storage)
-        return after.replace(storage=stored)
+    if after is not None:
+        return write_planned(buffer, state, after, items)
+    with view.rows.writing(view.version):
+        version = view.rows.put_items(view.version, slots, items)
+        after = _write_in_place(buffer, half, arrays, *others)
+        return after.replace(storage=storage.with_view(after.storage, view.after(version)))
+
+
+def write_planned(buffer: Buffer, state: BufferState, after: BufferState, items: Item) -> Any:
+    """Returns the state `after` a compiled plan, whose items the host has written."""
+    storage = buffer.storage
+    view, slots = storage.view(state.storage), storage.view(after.storage).planned
+    with view.rows.writing(view.version):
+        version = view.rows.put_items(view.version, slots, items)
+        return after.replace(storage=storage.with_view(after.storage, view.after(version)))
 
 
 @by_description()
 @standalone_program
-def _planned(buffer: Buffer, state: BufferState, items: Item, *others: jax.Array | None) -> Any:
+def _plan_slots(
+    buffer: Buffer, state: BufferState, items: Item, *others: jax.Array | None
+) -> jax.Array:
     """Returns the slots that a storage on the host will write; XLA drops all other results."""
-    return steps.write(buffer, state, items, *others).storage[0], None
+    after = steps.write(buffer, state, items, *others)
+    return buffer.storage.view(after.storage).planned
 
 
 @by_description(donated=("state",))
@@ -225,7 +234,7 @@ def expire(buffer: Buffer, state: BufferState, spec: Item, num_rows: jax.Array |
     """Removes the oldest `num_rows` rows, `[]` or `[E]`, from a state without items."""
     row = (1, buffer.ring.envs)
     blanks = jax.tree.map(lambda leaf: jnp.zeros((*row, *leaf.shape), leaf.dtype), spec)
-    return steps.expire(without_items(buffer), state, blanks, jnp.asarray(num_rows, jnp.int32))
+    return steps.expire(buffer, state, blanks, jnp.asarray(num_rows, jnp.int32))
 
 
 @explained
@@ -378,24 +387,29 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
 
         return inside, draw_on_device
 
-    inner = for_device(fixed)
-    choose, assemble = _choose_compiled(inner), _assemble_compiled(inner)
-    # Items that are sampled as they are stored need no second program. Most are read at the slots
-    # of the anchors.
-    is_plain = inner.unit.one_row and not inner.transforms
-    at_anchors = is_plain and isinstance(inner.storage, HostStorageProxy)
+    choose, assemble = _choose_compiled(fixed), _assemble_compiled(fixed)
+    # Items that are sampled as they are stored are read at the slots of the anchors, and need no
+    # second program.
+    is_plain = fixed.unit.one_row and not storage.assembles
+    is_plain &= storage.of_objects or not fixed.transforms
 
     def draw_from_host(state: Any, key: Any, beta: Any, options: dict, is_drawn: Any) -> Any:
-        rows = state.storage
-        if is_traced(rows):
+        view = storage.view(state.storage)
+        if is_traced(view):
             return None
-        half, names = on_device(buffer, state), None if at_anchors else storage.names(rows)
-        options |= {"names": names, "is_plain": is_plain, "spec": storage.spec_key(rows)}
-        with storage.drawing(rows):  # nothing is overwritten meanwhile
-            sampler, chosen, places = choose(half, key, beta, **options)
+        half = for_device(buffer, state)
+        with view.rows.drawing():  # nothing is overwritten meanwhile
+            sampler, chosen, located = choose(half, key, beta, **options, is_plain=is_plain)
             if not is_drawn(chosen.mask):
                 return None
-            data = storage.fetch(rows, chosen.indices if is_plain else chosen.slots, places)
+            device = chosen.mask.sharding if compat.is_committed(chosen.mask) else None
+            if is_plain:
+                data = view.rows.fetch(view.version, chosen.indices, device, is_draw=True)
+            else:
+                fetched = to_device(storage.fetch(view, located), device)
+        if not is_plain:
+            stored = storage.with_view(half.storage, view.outlined(fetched))
+            return sampler, assemble(half.replace(storage=stored), chosen, key)
         if storage.of_objects:
             mask = np.asarray(chosen.mask)
             if not mask.all():  # masked entries become None
@@ -404,8 +418,6 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
             if inside:
                 batch = TransformContext(key, chosen.mask, buffer.keys)
                 data = transforming.outward(buffer.transforms[:inside], data, batch)
-        elif not is_plain:
-            return sampler, assemble(half.replace(storage=data), chosen, key)
         return sampler, chosen.replace(data=data)
 
     return inside, draw_from_host
@@ -423,7 +435,7 @@ def _draw_compiled(
     return sampler if moves else None, sample
 
 
-@per_description("batch_size", "names", "moves", "is_plain", "spec")
+@per_description("batch_size", "moves", "is_plain")
 @standalone_program
 def _choose_compiled(
     buffer: Buffer,
@@ -431,23 +443,21 @@ def _choose_compiled(
     key: jax.Array,
     beta: Any,
     batch_size: int,
-    names: tuple[str, ...] | None,
     moves: bool,
     is_plain: bool,
-    spec: SpecKey,
 ) -> tuple[Any, Any, Any]:
     """Runs the part of a draw that comes before items are fetched from the host.
 
     Returns:
         The sampler's state, or None unless it `moves`; the `Draw`, or if `is_plain` the sample
-        without its data; the positions at which the named leaves are read, None without `names`.
+        without its data; where the host reads the leaves, or if `is_plain` None.
     """
-    check(buffer, state, spec)
+    check(buffer, state)
     sampler, chosen = steps.draw(buffer, state, key, batch_size, beta, read=False)
-    places = None if names is None else steps.locate(buffer, state, chosen, key, names)
+    sampler = sampler if moves else None
     if is_plain:
-        chosen = steps.assemble(buffer, state, chosen, key, read=False)
-    return sampler if moves else None, chosen, places
+        return sampler, steps.assemble(buffer, state, chosen, key, read=False), None
+    return sampler, chosen, steps.locate(buffer, state, chosen, key)
 
 
 _assemble_compiled = per_description()(steps.assemble)
@@ -476,7 +486,8 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
             )
     if is_one_step(buffer, state, indices):
         return steps.take(buffer, state, indices)
-    return buffer.storage.take(state.storage, np.asarray(indices))
+    view = buffer.storage.view(state.storage)
+    return view.rows.fetch(view.version, np.asarray(indices))
 
 
 # Methods that leave items alone: outside `jit`, the items are not passed to the compiled step.
@@ -510,11 +521,10 @@ def _moved(
     check_state(buffer, state)
     if is_traced(state, args):
         return step(buffer, state, *args)
-    inner, half = without_items(buffer), state.replace(storage=None)
-    args = tuple(map(_light, args))
+    half, args = state.replace(storage=None), tuple(map(_light, args))
     if not donate:
-        return step(inner, half, *args).replace(storage=state.storage)
-    moved = _moved_in_place(step)(inner)
+        return step(buffer, half, *args).replace(storage=state.storage)
+    moved = _moved_in_place(step)(buffer)
     return state.replace(sampler=moved(state.sampler, half.replace(sampler=None), *args))
 
 
@@ -610,35 +620,34 @@ def _edit_on_host(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array, values: Item
 ) -> BufferState:
     """Edits items on the host; the unit is not updated."""
-    inner, half = for_device(buffer), on_device(buffer, state)
-    arrays = {} if buffer.storage.of_objects else values
-    slots, after = editing.edit_outside(inner, half, _light(where), arrays)
-    with buffer.storage.writing(state.storage):
-        put = buffer.storage.put_values
-        storage = put(state.storage, after.storage, np.asarray(slots), values)
-        return after.replace(storage=storage)
+    storage, view = buffer.storage, buffer.storage.view(state.storage)
+    arrays = {} if storage.of_objects else values
+    after = editing.plan_edit(buffer, for_device(buffer, state), _light(where), arrays)
+    with view.rows.writing(view.version):
+        slots = np.asarray(storage.view(after.storage).planned)
+        version = view.rows.edit(view.version, slots, values)
+        return after.replace(storage=storage.with_view(after.storage, view.after(version)))
 
 
 def _cuts_on_host(buffer: Buffer, state: BufferState, values: Item) -> jax.Array | None:
     """Returns `editing.cuts` if an edit of these leaves may change ends of episodes, else None."""
     if buffer.storage.of_objects or not editing.flags(buffer, state) & set(values):
         return None
-    return editing.cuts(*_with_flags(buffer, state))
+    return editing.cuts(buffer, _with_flags(buffer, state))
 
 
 def _with_ends(buffer: Buffer, state: BufferState, cuts: jax.Array | None) -> BufferState:
     """Rebuilds unit and sampler after an edit that changed ends of episodes."""
     if cuts is None:
         return state
-    after = editing.with_ends(*_with_flags(buffer, state), cuts)
+    after = editing.with_ends(buffer, _with_flags(buffer, state), cuts)
     return after.replace(storage=state.storage)
 
 
-def _with_flags(buffer: Buffer, state: BufferState) -> tuple[Any, BufferState]:
-    """Returns arguments for `editing`: the fetched flags of ends take the place of all items."""
-    names, flags = buffer.storage.names(state.storage), frozenset(editing.flags(buffer, state))
-    inner, half = for_device(buffer), on_device(buffer, state)
-    with buffer.storage.drawing(state.storage):
-        slots, places = editing.places_of(inner, half, names, flags)
-        leaves = buffer.storage.fetch(state.storage, slots, places)
-    return without_items(buffer), state.replace(storage=leaves)
+def _with_flags(buffer: Buffer, state: BufferState) -> Any:
+    """Returns the state for `editing`, with fetched flags of ends in place of all items."""
+    storage, half = buffer.storage, for_device(buffer, state)
+    view, flags = storage.view(state.storage), frozenset(editing.flags(buffer, state))
+    with view.rows.drawing():
+        fetched = storage.fetch(view, editing.locate_leaves(buffer, half, flags))
+    return state.replace(storage=storage.with_view(half.storage, view.outlined(fetched)))

@@ -7,7 +7,7 @@ edit of observations that several rows share.
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +46,12 @@ def _slots_to_edit(
 
 
 @by_description()
-def edit_outside(
+def plan_edit(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array, values: Values
-) -> tuple[jax.Array, BufferState]:
-    """Returns the slots that the host has to edit, and the edited state of the compiled part."""
+) -> BufferState:
+    """Returns the edited state of compiled parts, with the slots that the host has to edit."""
     _, slots = _slots_to_edit(buffer, state, where)
-    return slots, _edited(buffer, state, slots, values)
+    return _edited(buffer, state, slots, values)
 
 
 @by_description()
@@ -169,15 +169,11 @@ def leaves_of(
     return buffer.storage.read(context, state.storage, _slots_by_name(context, names))
 
 
-@by_description("names", "flags")
-def places_of(
-    buffer: Buffer, state: BufferState, names: tuple[str, ...], flags: frozenset[str]
-) -> tuple[jax.Array, Any]:
-    """Returns all slots `[R, E]`, and the positions at which the host reads the leaves `flags`."""
-    context = context_of(buffer, state.writer)
-    where = list(map(_slots_by_name(context, flags), names))
-    slots = context.held.from_oldest(context.ring)
-    return slots, buffer.storage.locate(context, state.storage, where)
+@by_description("names")
+def locate_leaves(buffer: Buffer, state: BufferState, names: frozenset[str]) -> Any:
+    """Returns where a storage on the host reads all slots `[R, E]` of some leaves."""
+    context, storage = context_of(buffer, state.writer), cast(Any, buffer.storage)
+    return storage.locate(context, state.storage, _slots_by_name(context, names))
 
 
 @by_description()

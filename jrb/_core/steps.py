@@ -6,7 +6,7 @@ B batch, T time, E environments, N capacity.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -140,12 +140,13 @@ def _write_row_by_row(buffer: Buffer, state: BufferState, *arguments: Any) -> Bu
 
     def write_row(state: BufferState, row: tuple) -> tuple[BufferState, Any]:
         after = write(buffer, state, *jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), row))
-        slots, storage = after.storage if buffer.storage.only_plans else (None, after.storage)
+        storage, slots = buffer.storage.without_plan(after.storage)
         return after.replace(storage=storage), slots
 
     after, slots = lax.scan(write_row, state, arguments)
-    if buffer.storage.only_plans:  # the plan of all rows; a later one may have an earlier's slot
-        after = after.replace(storage=(slots.reshape(-1, slots.shape[-1]), after.storage))
+    if slots is not None:  # the plan of all rows; a later one may have an earlier's slot
+        slots = slots.reshape(-1, slots.shape[-1])
+        after = after.replace(storage=buffer.storage.with_plan(after.storage, slots))
     return after
 
 
@@ -336,8 +337,7 @@ def assemble(
 
     Args:
         buffer: the description.
-        state: the state that was drawn from. For items on the host, its storage is what was
-            fetched, which `DeviceProxy.read` returns as it is.
+        state: the state that was drawn from.
         draw: the anchors that were drawn.
         key: the key of the draw.
         read: False to leave `data` None; the caller puts in the stored items later.
@@ -389,13 +389,11 @@ def _where_after(where: SlotsForLeaf, token: jax.Array) -> SlotsForLeaf:
     return slots_of
 
 
-def locate(
-    buffer: Buffer, state: BufferState, draw: Draw, key: jax.Array, names: tuple[str, ...]
-) -> Any:
-    """Returns the positions at which a storage on the host reads the leaves of these names."""
-    context = context_of(buffer, state.writer)
+def locate(buffer: Buffer, state: BufferState, draw: Draw, key: jax.Array) -> Any:
+    """Returns where a storage on the host reads the leaves of a draw."""
+    context, storage = context_of(buffer, state.writer), cast(Any, buffer.storage)
     plan = buffer.unit.plan_read(context, state.unit, draw.slots, draw.mask, key)
-    return buffer.storage.locate(context, state.storage, [plan.where(name) for name in names])
+    return storage.locate(context, state.storage, plan.where)
 
 
 @by_description()
@@ -508,8 +506,11 @@ def empty(buffer: Buffer, state: BufferState) -> BufferState:
     # The token depends on the state itself. Constants do not depend on earlier reads: XLA would
     # write them before these, into a copy.
     ring, token = buffer.ring, dependencies.zero_depending_on(state.writer)
+    storage = (
+        state.storage if state.storage is None else buffer.storage.reset(ring, state.storage, token)
+    )
     return state.replace(
-        storage=buffer.storage.reset(ring, state.storage, token),
+        storage=storage,
         writer=buffer.writer.reset(ring, state.writer, token),
         sampler=buffer.sampler.reset(ring, state.sampler, token),
         unit=buffer.unit.reset(ring, state.unit, token),

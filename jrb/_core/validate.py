@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import transforming
-from jrb._core.host_proxy import HostStorageProxy, for_device, on_device
 from jrb._core.steps import context_of
 from jrb._util import pytree, wording
 from jrb._util.pytree import Leaf, SpecKey
@@ -27,7 +26,8 @@ from jrb._xla.compiling import entry, kept_by_description
 from jrb.keys import no_numbers
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
-from jrb.types import DrawCounts, HostState, HostStorage, Item, PrioritizedSampler
+from jrb.storages.host_rows import HostStorage
+from jrb.types import DrawCounts, HostState, Item, PrioritizedSampler
 from jrb.types.messages import PartState
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -107,11 +107,12 @@ def check_state(buffer: Buffer, state: BufferState) -> None:
         TypeError, ValueError: see `check_kind` and `check`.
     """
     check_kind(buffer, state)
-    if on_host(buffer):
-        spec = buffer.storage.spec_key(state.storage)
-        check(for_device(buffer), on_device(buffer, state), spec)
-    elif not isinstance(buffer.storage, HostStorageProxy):  # else it was checked with its items
-        check(buffer, state)
+    check(buffer, for_device(buffer, state))
+
+
+def for_device(buffer: Buffer, state: BufferState) -> Any:
+    """Returns the state for compiled parts of methods, without rows on the host."""
+    return state.replace(storage=buffer.storage.for_device(state.storage))
 
 
 def check_kind(buffer: Buffer, state: BufferState) -> None:
@@ -134,13 +135,12 @@ def check_kind(buffer: Buffer, state: BufferState) -> None:
         )
 
 
-def check(buffer: Buffer, state: BufferState, spec: SpecKey | None = None) -> None:
+def check(buffer: Buffer, state: BufferState) -> None:
     """Raises unless a state belongs to this description.
 
     Args:
         buffer: the description.
-        state: a `BufferState`.
-        spec: the specs of a stored item; None to ask the storage.
+        state: a `BufferState`, without rows on the host.
 
     Raises:
         ValueError: the state has another capacity or `num_envs`, or is a stack of states.
@@ -156,15 +156,15 @@ def check(buffer: Buffer, state: BufferState, spec: SpecKey | None = None) -> No
             f"expected a state of this buffer, with arrays for leaves, got {type(odd).__name__}. "
             "Pass the state that the last method returned."
         ) from None
-    _checks(buffer)(structure, kinds, spec)
+    _checks(buffer)(structure, kinds)
 
 
 @kept_by_description
-def _checks(buffer: Buffer) -> Callable[[Any, tuple, SpecKey | None], None]:
+def _checks(buffer: Buffer) -> Callable[[Any, tuple], None]:
     return functools.lru_cache(maxsize=64)(functools.partial(_check, buffer))
 
 
-def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -> None:
+def _check(buffer: Buffer, structure: Any, kinds: tuple) -> None:
     """Checks the structure, shapes and dtypes of a state; success is cached."""
 
     def without_axes(count: int) -> BufferState:
@@ -172,7 +172,7 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
         return jax.tree.unflatten(structure, leaves)
 
     state = without_axes(0)
-    odd = _odd_part(buffer, state, spec)
+    odd = _odd_part(buffer, state)
     if odd is None:
         return
     ring = state.ring
@@ -184,7 +184,7 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
         )
     # A common mistake: a stack of states that was not passed through `vmap`.
     for axes in (1, 2, 3):
-        if _odd_part(buffer, without_axes(axes), spec) is None:
+        if _odd_part(buffer, without_axes(axes)) is None:
             raise ValueError(
                 f"expected a state of one buffer, got one with the leading axes "
                 f"{kinds[0][0][:axes]} of many. Call the method under jax.vmap, or take one: "
@@ -218,10 +218,10 @@ def _owners(name: str, state: PartState) -> list[str]:
     return [it.__name__ for it in parts if it.__module__ == module.__name__]
 
 
-def _odd_part(buffer: Buffer, state: BufferState, spec: SpecKey | None) -> str | None:
+def _odd_part(buffer: Buffer, state: BufferState) -> str | None:
     """Returns the name of the first part whose state differs from the one that it would make."""
     try:
-        item = buffer.storage.spec(state.storage) if spec is None else spec.spec
+        item = buffer.storage.spec(state.storage)
         # From the cache of `jit`: `init` has traced the same call.
         own = compiled_blank(buffer).eval_shape(SpecKey(item))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):

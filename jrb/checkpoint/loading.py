@@ -197,7 +197,7 @@ def _load(
         return _reopened(checkpoint, buffer, spec, device, back.verify)
     buffer = schema.loadable(buffer, given is not None)
     want = schema.batched(schema.blank(buffer, spec), tuple(meta["batch"]))
-    arrays = external_items.without(schema.without_host_items(buffer), want) if form else want
+    arrays = external_items.without(buffer, want) if form else want
     state = _restored(checkpoint, arrays, device)
     is_kept = form.get("kind") == external_items.KEPT
     slots = external_items.in_order(buffer, state.writer) if is_kept else None

@@ -12,6 +12,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._core import eager
 from jrb._store.errors import DamagedError
 from jrb._util import casting, wording
 from jrb.checkpoint import descriptions, external_items
@@ -31,7 +32,7 @@ def packed_objects(saved: Snapshot) -> bytes:
     """Returns the objects of a state as one array of bytes."""
     buffer, slots = saved.buffer, external_items.in_order(saved.buffer, saved.state.writer)
     blobs = [b""] * buffer.capacity
-    values = buffer.storage.stored(saved.stored, slots)
+    values = saved.stored.rows.stored(saved.stored.version, slots)
     for slot, value in zip(slots.tolist(), values, strict=True):
         where = f"the object in slot {slot}"
         try:
@@ -117,8 +118,8 @@ def restored(
             raise ValueError(
                 f"{path}: items: expected {len(slots)} objects, got {len(items)}. {mend}"
             )
-    state = buffer.storage.make(buffer.ring, {}, None, True)
-    return buffer.storage.put_values(state, None, slots, list(objects)) if len(slots) else state
+    view = eager.init(buffer, {}, None).storage
+    return view.after(view.rows.edit(view.version, slots, list(objects)))
 
 
 def _saved_objects(path: str, data: Any, device: Device) -> tuple[np.ndarray, list[Any]]:

@@ -14,7 +14,7 @@ import os
 import platform
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.core
@@ -22,14 +22,13 @@ import jaxlib.version
 import numpy as np
 
 from jrb import sum_tree
-from jrb._core import eager, memory, packed, validate
-from jrb._core.host_proxy import HostStorageProxy
+from jrb._core import memory, packed, validate
 from jrb._core.packed import LeafSlice, PackedLeaves
 from jrb._store.block_store import Source
 from jrb._store.blocks import BLOCK
 from jrb._store.commits import SmallArray
 from jrb._util import casting, display, pytree
-from jrb._util.pytree import Leaf, PyTree, SpecKey
+from jrb._util.pytree import Leaf, PyTree
 from jrb._xla import compat
 from jrb._xla.compiling import kept_by_description
 from jrb.buffer import ReplayBuffer
@@ -150,29 +149,9 @@ def labels(state: Any) -> dict[str, str]:
 # Buffers whose items are on the host.
 
 
-@pytree.component
-class NoItems(HostStorageProxy):
-    """Stands for a storage of objects, which are saved separately from the state."""
-
-    of_objects: ClassVar[bool] = True
-
-    def spec(self, state: None) -> Item:
-        """Returns no specs."""
-        return {}
-
-
 def is_on_host(buffer: Description) -> TypeGuard[Buffer]:
     """Returns True if a buffer keeps items of arrays on the host."""
     return isinstance(buffer, ReplayBuffer) and isinstance(buffer.storage, HostArrays)
-
-
-def without_host_items(buffer: Buffer) -> Any:
-    """Returns the description of a state whose items on the host are saved separately."""
-    if not eager.on_host(buffer):
-        return buffer
-    if buffer.storage.of_objects:
-        return dataclasses.replace(buffer, storage=NoItems(), transforms=())
-    return dataclasses.replace(buffer, storage=HostStorageProxy())
 
 
 def is_at(path: str, buffer: Description) -> bool:
@@ -232,7 +211,7 @@ class Snapshot:
 
 def snapshot(buffer: Buffer, state: BufferState) -> Snapshot:
     """Returns the snapshot of a state that will be saved, after all checks."""
-    kept = buffer.storage.state_type if eager.on_host(buffer) else object
+    kept = buffer.storage.state_type if validate.on_host(buffer) else object
     if not isinstance(state, BufferState) or not isinstance(state.storage, kept):
         raise ValueError(
             f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
@@ -249,17 +228,17 @@ def snapshot(buffer: Buffer, state: BufferState) -> Snapshot:
                 f"{where}: expected an array that is there, got one that was donated. Save the "
                 "state that came back."
             )
-    stored, plain = state.storage, without_host_items(buffer)
-    if not eager.on_host(buffer):
-        return Snapshot(buffer, state, *_fitted(plain, pytree.spec_of(state, "save")), stored)
-    state = state.replace(storage=None)
-    spec = {} if buffer.storage.of_objects else buffer.storage.spec(stored)
-    _fitted(plain, pytree.spec_of(state, "save"), spec)
-    return Snapshot(buffer, state, spec, (), stored)
+    half = validate.for_device(buffer, state)
+    spec, batch = _fitted(buffer, pytree.spec_of(half, "save"))
+    plain = state.replace(storage=None) if validate.on_host(buffer) else state
+    return Snapshot(buffer, plain, spec, batch, state.storage)
 
 
 def blank(buffer: Buffer, spec: Item) -> Any:
-    """Returns the specs of a state of the buffer, whose items have the specs `spec`."""
+    """Returns the specs of a state of the buffer, whose items have the specs `spec`.
+
+    Items on the host, which are saved separately, are left out.
+    """
     leaves, structure = jax.tree.flatten(spec)
     return _blanks(buffer)(structure, tuple(leaves), compat.is_x64())
 
@@ -269,40 +248,39 @@ def _blanks(buffer: Buffer) -> Callable[..., Any]:
     @functools.lru_cache(maxsize=16)
     def blanks(structure: Any, leaves: tuple, x64: bool) -> Any:
         spec = jax.tree.unflatten(structure, leaves)
-        return jax.eval_shape(lambda: validate.blank(without_host_items(buffer), spec))
+        state = jax.eval_shape(lambda: validate.blank(buffer, spec))
+        return state.replace(storage=None) if validate.on_host(buffer) else state
 
     return blanks
 
 
-def _fitted(buffer: Buffer, specs: BufferState, given: Item = None) -> tuple[Item, tuple[int, ...]]:
-    """Returns the specs of an item in a state, and the shape of the axes that `vmap` has added.
-
-    `given` are the specs of items that are not in the state.
-    """
+def _fitted(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:
+    """Returns the specs of an item in a state, and the shape of the axes that `vmap` has added."""
     # `vmap` may have put axes before all leaves. The storage knows the shape of an item only
     # without them, so try none, one, two and three.
-    leaves, key = jax.tree.leaves(specs), None if given is None else SpecKey(given)
-    for axes in range(4 if given is None else 1):
+    leaves = jax.tree.leaves(specs)
+    for axes in range(4):
         strip = lambda leaf, axes=axes: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
         single, batch = jax.tree.map(strip, specs), leaves[0].shape[:axes]
         try:
-            validate.check(buffer, single, key)  # mostly cached, as methods have checked the state
-            spec = buffer.storage.spec(single.storage) if given is None else given
+            validate.check(buffer, single)  # mostly cached, as methods have checked the state
+            spec = buffer.storage.spec(single.storage)
         except (TypeError, ValueError, AttributeError, LookupError):
             continue
         if all(leaf.shape[:axes] == batch for leaf in leaves):
             return spec, batch
     other = ValueError("save: expected a state of this buffer, got another.")
     try:
-        spec = buffer.storage.spec(specs.storage) if given is None else given
+        spec = buffer.storage.spec(specs.storage)
     except (AttributeError, IndexError, TypeError, KeyError):
         raise other from None  # a storage may raise these for the state of another one
     try:
         want = blank(buffer, spec)
         mend = "Save the state that this very buffer made."
-        for one, two in ((_items_of(want), _items_of(specs)), (want, specs)):
+        without = specs.replace(storage=want.storage) if want.storage is None else specs
+        for one, two in ((_items_of(want), _items_of(without)), (want, without)):
             pytree.check_like(by_name(one), by_name(two), "save", mend)
-        validate.check(buffer, specs, key)
+        validate.check(buffer, specs)
     except (AttributeError, IndexError, KeyError):
         pass  # parts too may raise these for a state that is not theirs
     raise other
@@ -402,7 +380,7 @@ def fitting(
     if not buffer.storage.of_objects:
         # Inverse transforms are applied to the example; where its items are makes no difference.
         plain = dataclasses.replace(buffer, storage=DeviceStorage())
-        plain = plain if eager.on_host(buffer) else buffer
+        plain = plain if validate.on_host(buffer) else buffer
         stored = plain.stored(jax.eval_shape(lambda: plain.init(example)))
     mend = "Pass a transition like those that were saved, or leave example= out."
     other = jax.tree.leaves(stored) if is_unknown else stored

@@ -18,8 +18,7 @@ from jrb.remote.gate import ray
 from jrb.remote.ledger import Ledger
 from jrb.remote.setup import Setup
 from jrb.state import BufferState, Sample
-from jrb.storages import MemmapStorage, SpillStorage
-from jrb.types import HostStorage
+from jrb.storages import HostStorage, MemmapStorage, SpillStorage
 
 _fold_in = jax.jit(jax.random.fold_in)
 

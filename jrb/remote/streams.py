@@ -5,7 +5,7 @@ L lanes, W environments in each, E = L W, T time.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,14 @@ import numpy as np
 from jax import lax
 
 from jrb._core import steps
+from jrb._core.eager import write_planned
+from jrb._core.validate import for_device
 from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer
 from jrb.loops import jitted
 from jrb.state import BufferState
-from jrb.types import Context, HostStorage, Item, SlotsForLeaf, Storage, WritePlan, component
+from jrb.storages import HostStorage
+from jrb.types import Context, Item, SlotsForLeaf, Storage, WritePlan, component
 
 _FEW = 4
 
@@ -31,10 +34,6 @@ class OneStream(Storage):
 
     inner: Any
     width: int
-
-    only_plans: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]
-        lambda self: self.inner.only_plans
-    )
 
     def init(self, context: Context, spec: Item) -> Any:
         """Returns the inner storage's empty state."""
@@ -56,6 +55,14 @@ class OneStream(Storage):
         state, _ = self.inner.write(context, state, own, items)
         return state, plan
 
+    def without_plan(self, state: Any) -> Any:
+        """Returns the inner storage's state, and the slots that the host has still to write."""
+        return self.inner.without_plan(state)
+
+    def with_plan(self, state: Any, slots: Any) -> Any:
+        """Returns the inner storage's state with slots that the host has still to write."""
+        return self.inner.with_plan(state, slots)
+
     def read(self, context: Context, state: Any, where: SlotsForLeaf) -> Item:
         """Returns the items that the inner storage reads."""
         return self.inner.read(context, state, where)
@@ -71,20 +78,16 @@ def writer(buffer: ReplayBuffer, lanes: int) -> Callable[..., BufferState]:
         methods: Any = jitted(buffer)
         return lambda state, lane, *sent: methods.extend(state, *sent)
     storage: Any = buffer.storage
-    is_on_host, width = isinstance(storage, HostStorage), buffer.ring.envs // lanes
-    inner = storage.device_part if is_on_host else storage
-    narrow = dataclasses.replace(buffer, storage=OneStream(inner, width))
-    if not is_on_host:
+    narrow = dataclasses.replace(buffer, storage=OneStream(storage, buffer.ring.envs // lanes))
+    if not isinstance(storage, HostStorage):
         return lambda state, lane, *sent: _write(narrow, state, np.int32(lane), *sent)
 
     def put(state: BufferState, lane: int, items: Item, *sent: Any) -> BufferState:
         # The jitted function plans the write, and the host storage executes it.
-        half: Any = state.replace(storage=storage.device_state(state.storage))
-        after = _plan(narrow, half, np.int32(lane), items, *sent)
+        after = _plan(narrow, for_device(buffer, state), np.int32(lane), items, *sent)
         if any(hasattr(transform, "inverse") for transform in buffer.transforms):
             items = _to_stored(narrow, items)
-        with storage.writing(state.storage):
-            return after.replace(storage=storage.put(state.storage, after.storage, items))
+        return write_planned(buffer, state, after, items)
 
     return put
 

@@ -2,7 +2,7 @@
 
 from jrb._util.public import PublicNames
 from jrb.storages.device import DeviceStorage
-from jrb.storages.host_rows import HostArrays, HostRows, PlainRows
+from jrb.storages.host_rows import HostArrays, HostRows, HostStorage, PlainRows
 from jrb.storages.memmap import MemmapStorage
 from jrb.storages.objects import ListStorage
 from jrb.storages.spill import SpillStorage
@@ -11,6 +11,7 @@ __all__ = [
     "DeviceStorage",
     "HostArrays",
     "HostRows",
+    "HostStorage",
     "ListStorage",
     "MemmapStorage",
     "PlainRows",

@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._core.host_proxy import HostStorageProxy, UniqueSlots
 from jrb._store.errors import StaleError
 from jrb._util import casting, pytree
 from jrb._util.pytree import SpecKey
-from jrb._xla import callbacks, compat, dependencies
+from jrb._xla import callbacks, dependencies
 from jrb.ring import Occupancy, Ring
 from jrb.state import Device
-from jrb.types import Context, HostState, HostStorage, Item, SlotsForLeaf, WritePlan
+from jrb.types import Context, HostState, Item, SlotsForLeaf, Storage, WritePlan
 from jrb.types.messages import PartState
 
 Version = Any
@@ -30,29 +30,83 @@ VERSION = jax.ShapeDtypeStruct((2,), jnp.uint32)
 _SMALL = 1 << 17  # a gather of fewer bytes may make another copy, which takes no time that matters
 
 
-class HostRows(abc.ABC):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UniqueSlots:
+    """The positions at which leaves are read, stored once for leaves that share their slots.
+
+    Attributes:
+        values: the result of `locate` for each distinct array of slots.
+        index: for each leaf, the index of its entry in `values`.
+    """
+
+    values: list[Any]
+    index: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, slots: list[jax.Array], locate: Callable[[jax.Array], Any]) -> Self:
+        """Calls `locate` once for each distinct array in `slots`, which has one array per leaf."""
+        unique = {id(array): array for array in slots}
+        numbers = {key: number for number, key in enumerate(unique)}
+        index = tuple(numbers[id(array)] for array in slots)
+        return cls([locate(array) for array in unique.values()], index)
+
+    def each(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Returns `function(value)` for each leaf, with one call per distinct value."""
+        results = [function(value) for value in self.values]
+        return [results[number] for number in self.index]
+
+
+class RowsSpec:
+    """The shape of rows on the host, which stands for them in compiled parts of methods.
+
+    Attributes:
+        capacity: N, the number of slots.
+        spec: the spec of one item, `jax.ShapeDtypeStruct`s; for objects an empty pytree.
+        names: the names of the leaves.
+        raw: the specs of the leaves as they are stored on the host, PRNG keys as their words.
+    """
+
+    def __init__(self, capacity: int, spec: Item) -> None:
+        self.capacity: int = capacity
+        self.spec: Item = spec
+        self.names: tuple[str, ...] = tuple(pytree.leaf_names(spec))
+        # Keys have no bytes that NumPy knows; their words do.
+        self.raw: list[jax.ShapeDtypeStruct] = list(map(casting.raw_spec, jax.tree.leaves(spec)))
+        self._key: tuple[int, SpecKey] = capacity, SpecKey(spec)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is RowsSpec and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def items(self, leaves: list[Any]) -> Item:
+        """Returns the items made of these leaves, with PRNG keys wrapped again."""
+        specs, structure = jax.tree.flatten(self.spec)
+        wrap = lambda leaf, spec: casting.wrapped(leaf, spec.dtype)
+        return jax.tree.unflatten(structure, map(wrap, leaves, specs))
+
+
+class HostRows(RowsSpec, abc.ABC):
     """The rows of one buffer, which all its states share.
 
     Each write makes a new version, uint32 `[2]`, which belongs to the state that the write returns.
 
     Attributes:
-        capacity: N, the number of slots.
-        spec: the spec of one item, `jax.ShapeDtypeStruct`s.
-        spec_key: the spec as a hashable key.
-        names: the names of the leaves.
-        raw: the specs of the leaves as they are stored on the host, PRNG keys as their words.
+        outline: the shape of these rows.
         path: the folder that these rows are in, to which a save is a commit; None if there is none.
+        takes_back: True if a write that is interrupted inside `writing` is undone.
     """
 
     path: str | None = None
+    takes_back: ClassVar[bool] = False
 
     def __init__(self, capacity: int, spec: Item) -> None:
-        self.capacity: int = capacity
-        self.spec: Item = spec
-        self.spec_key: SpecKey = SpecKey(spec)
-        self.names: tuple[str, ...] = tuple(pytree.leaf_names(spec))
-        # Keys have no bytes that NumPy knows; their words do.
-        self.raw: list[jax.ShapeDtypeStruct] = list(map(casting.raw_spec, jax.tree.leaves(spec)))
+        super().__init__(capacity, spec)
+        self.outline: RowsSpec = RowsSpec(capacity, spec)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -105,10 +159,12 @@ class HostRows(abc.ABC):
         """Returns a context for a write; if interrupted, `version` is the newest again."""
         return contextlib.nullcontext()
 
-    def edit(
-        self, version: Version, slots: np.ndarray, names: tuple[str, ...], *leaves: Any
-    ) -> np.ndarray:
-        """Writes some leaves `[B, ...]`, by name, at slots `[B]`, and returns the next version.
+    def put_items(self, version: Version, slots: np.ndarray, items: Item) -> np.ndarray:
+        """Writes items, leaves `[T, E, ...]` or `[T, ...]`, once draws under way are over."""
+        return self.put(version, slots, *map(casting.raw, jax.tree.leaves(items)), patient=True)
+
+    def edit(self, version: Version, slots: np.ndarray, values: Any) -> np.ndarray:
+        """Writes leaves `[B, ...]`, by name, at slots `[B]`, and returns the next version.
 
         If a slot occurs twice, its last values count.
         """
@@ -117,67 +173,40 @@ class HostRows(abc.ABC):
         at = flat[which]
         # A put writes whole rows: read all leaves, change some, and write all again.
         rows = self.take(version, [at] * len(self.names))
-        for name, leaf in zip(names, leaves, strict=True):
+        for name, leaf in values.items():
             number = self.names.index(name)
-            rows[number] = np.asarray(leaf).reshape(len(flat), *self.raw[number].shape)[which]
+            leaf = np.asarray(casting.raw(leaf))
+            rows[number] = leaf.reshape(len(flat), *self.raw[number].shape)[which]
         return self.put(version, at, *rows, patient=True)
 
     def take(self, version: Version, slots: list[Any]) -> list[np.ndarray]:
-        """Returns each leaf at its own array of slots, of any shape; zeros at slots of -1."""
-        # Mostly, all leaves have the same array of slots, which is then checked once.
-        flat = {id(at): np.asarray(at).reshape(-1) for at in slots}
-        blank = {key: bool(at.size) and at.item(at.argmin()) < 0 for key, at in flat.items()}
-        some = {key: at[at >= 0] if blank[key] else at for key, at in flat.items()}
-        rows = self.read(version, [some[id(at)] for at in slots])
-        leaves = []
-        for row_bytes, spec, at in zip(rows, self.raw, slots, strict=True):
-            if blank[id(at)]:
-                every = np.zeros((at.size, row_bytes.shape[1]), np.uint8)
-                every[flat[id(at)] >= 0] = row_bytes
-                row_bytes = every
-            leaves.append(row_bytes.view(spec.dtype).reshape((*at.shape, *spec.shape)))
-        return leaves
-
-    def fetch(
-        self, version: Version, slots: list[Any], device: Device = None, is_draw: bool = False
-    ) -> Item:
-        """Returns the items at slots of any shape, on a device; None for the default one."""
-        leaves = self.take(version, slots)
-        # Small arrays get to the default device five times as fast as arguments of a compiled
-        # function. It is compiled for each shape, of which draws have few, and copies large arrays.
-        if is_draw and device is None and all(leaf.nbytes < _SMALL for leaf in leaves):
-            return _handed_over(leaves, spec=self.spec_key)
-        return self.items(jax.device_put(leaves, device))
-
-    def call(self, version: jax.Array, slots: list[jax.Array]) -> list[jax.Array]:
-        """Returns the leaves as `take` does, called from jitted code."""
-        # Each array of slots is copied to the host once, however many leaves are read at it.
-        unique = UniqueSlots.of(slots, lambda at: at)
-        shapes = [
-            jax.ShapeDtypeStruct((*at.shape, *spec.shape), spec.dtype)
-            for at, spec in zip(slots, self.raw, strict=True)
+        """Returns each leaf at its own array of slots, of any shape."""
+        rows = self.read(version, [np.asarray(at).reshape(-1) for at in slots])
+        return [
+            row_bytes.view(spec.dtype).reshape((*np.shape(at), *spec.shape))
+            for row_bytes, spec, at in zip(rows, self.raw, slots, strict=True)
         ]
 
-        def fetch(version: Version, *arrays: np.ndarray) -> list[np.ndarray]:
-            located = UniqueSlots(list(map(np.asarray, arrays)), unique.index)
-            return self.take(version, located.each(lambda at: at))
-
-        return call(fetch, shapes, version, *unique.values)
-
-    def items(self, leaves: list[Any]) -> Item:
-        """Returns the items made of these leaves, with PRNG keys wrapped again."""
-        return _items(leaves, self.spec)
-
-
-def _items(leaves: list[Any], spec: Item) -> Item:
-    specs, structure = jax.tree.flatten(spec)
-    wrap = lambda leaf, spec: casting.wrapped(leaf, spec.dtype)
-    return jax.tree.unflatten(structure, map(wrap, leaves, specs))
+    def fetch(
+        self, version: Version, slots: Any, device: Device = None, is_draw: bool = False
+    ) -> Any:
+        """Returns the items at slots of any shape, on a device; None for the default one."""
+        leaves = self.take(version, [np.asarray(slots)] * len(self.names))
+        arguments = to_device(leaves, device) if is_draw else jax.device_put(leaves, device)
+        # Compiled for each shape, of which draws have few.
+        return (_make_items if arguments is leaves else RowsSpec.items)(self.outline, arguments)
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _handed_over(leaves: list[jax.Array], spec: SpecKey) -> Item:
-    return _items(leaves, spec.spec)
+def to_device(fetched: Any, device: Device) -> Any:
+    """Returns arguments of a compiled function that works on a device, None for the default one."""
+    # Small arrays get to the default device five times as fast as arguments of the function, which
+    # copies large ones.
+    if device is None and all(leaf.nbytes < _SMALL for leaf in jax.tree.leaves(fetched)):
+        return fetched
+    return jax.device_put(fetched, device)
+
+
+_make_items = jax.jit(RowsSpec.items, static_argnums=0)
 
 
 def _distinct(slots: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -251,11 +280,16 @@ def _stale(text: str) -> StaleError:
 
 
 class HostView(pytree.State, HostState):
-    """The part of a state that refers to rows on the host."""
+    """The part of a state that refers to rows on the host.
 
-    # uint32 [2], the number of the write that made it, high and low word.
-    version: jax.Array = pytree.cursor()
-    rows: HostRows = pytree.static(default=None)  # shared by all states of the buffer
+    In compiled parts of a method outside `jit`, it has the outline of the rows in their place.
+    """
+
+    # uint32 [2], the number of the write that made it, high and low word; None in compiled parts.
+    version: jax.Array | None = pytree.cursor()
+    rows: Any = pytree.static(default=None)  # shared by all states of the buffer
+    planned: Any = None  # the slots that the host will write, after a compiled plan of a write
+    fetched: Any = None  # the rows that the host has read, before the compiled rest of a read
 
     @property
     def capacity(self) -> int:
@@ -267,9 +301,31 @@ class HostView(pytree.State, HostState):
         """The number of bytes of all rows, on the disk or in memory of the host."""
         return self.rows.capacity * pytree.nbytes(self.rows.spec)
 
-    def after(self, version: Version) -> "HostView":
+    def after(self, version: Version) -> Self:
         """Returns the view of the state after a write."""
         return self.replace(version=_on_device(version))
+
+    def outlined(self, fetched: Any = None) -> Self:
+        """Returns the view for compiled parts, with rows that were fetched."""
+        return self.replace(version=None, rows=self.rows.outline, fetched=fetched)
+
+    def put(self, slots: jax.Array, items: Item) -> Self:
+        """Writes items, leaves `[T, E, ...]`, at slots `[T, E]`."""
+        if not isinstance(self.rows, HostRows):
+            return self.replace(planned=slots)
+        leaves = [lax.stop_gradient(casting.raw(leaf)) for leaf in jax.tree.leaves(items)]
+        return self.after(call(self.rows.put, VERSION, self.version, slots, *leaves))
+
+    def edit(self, slots: jax.Array, values: dict[str, jax.Array]) -> Self:
+        """Writes some leaves `[B, ...]`, by name, at slots `[B]`."""
+        if not isinstance(self.rows, HostRows):
+            return self.replace(planned=slots)
+        edit, names = self.rows.edit, tuple(values)
+        edit_leaves = lambda version, slots, *leaves: edit(
+            version, slots, dict(zip(names, leaves, strict=True))
+        )
+        leaves = [lax.stop_gradient(casting.raw(leaf)) for leaf in values.values()]
+        return self.after(call(edit_leaves, VERSION, self.version, slots, *leaves))
 
 
 @functools.partial(jax.jit, inline=True)
@@ -322,10 +378,21 @@ def _refuse(size: int, batched: Any, argument: jax.Array) -> Any:
     )
 
 
-class HostArrays(HostStorage):
-    """A storage of items in rows on the host, which the method `make_rows` makes."""
+class HostStorage(Storage):
+    """A storage whose items are on the host, in rows that the method `make_rows` makes.
+
+    Each method has three stages: a compiled plan of the slots, the reads and writes of the host,
+    and the compiled rest. Inside `jit`, the host is called back by the methods of `HostView`.
+    Outside, the compiled parts get states with a `RowsSpec` in place of the rows: writes then only
+    plan their slots, reads take what was fetched, and `jrb._core.eager` calls the host in between.
+
+    Attributes:
+        state_type: the class of the storage's states.
+        assembles: True if items are made of what was fetched and of other arrays of the state.
+    """
 
     state_type: ClassVar[type] = HostView
+    assembles: ClassVar[bool] = False
 
     @abc.abstractmethod
     def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> HostRows:
@@ -337,109 +404,44 @@ class HostArrays(HostStorage):
             is_chronological: True if rows will be written in the order of time.
         """
 
-    @property
-    def device_part(self) -> Any:
-        """The storage that replaces this one in jitted parts."""
-        return HostStorageProxy()
-
-    def device_state(self, state: PartState) -> Any:
-        """Returns None, as `device_part` has no state."""
-        return None
-
     def view(self, state: PartState) -> HostView:
         """Returns the part of a state that refers to rows on the host."""
         return state
 
-    def combine(self, view: HostView, device_state: PartState) -> Any:
-        """Returns the state made of a view of rows and of the device part's state."""
+    def with_view(self, state: PartState, view: HostView) -> Any:
+        """Returns the state with another view."""
         return view
 
     def init(self, context: Context, spec: Item) -> Any:
-        """Returns the state of rows full of zeros."""
-        device_state = self.device_part.init(context, spec)
-        return self.make(context.ring, spec, device_state, is_chronological=True)
+        """Returns the state of compiled parts; `attach` gives it rows."""
+        return HostView(version=None, rows=RowsSpec(context.ring.capacity, spec))
 
-    def make(self, ring: Ring, spec: Item, device_state: PartState, is_chronological: bool) -> Any:
-        """Returns the state of new rows, made by `make_rows`."""
-        return self.combine(view(self.make_rows(ring, spec, is_chronological)), device_state)
+    def for_device(self, state: PartState) -> Any:
+        """Returns the state of compiled parts."""
+        return self.with_view(state, self.view(state).outlined())
 
-    def elsewhere(self) -> Self:
-        """Returns a storage for other rows, which must not be at the path of these."""
-        return self
+    def without_plan(self, state: PartState) -> tuple[Any, jax.Array | None]:
+        """Returns the state, and the slots that the host has still to write."""
+        view = self.view(state)
+        return self.with_view(state, view.replace(planned=None)), view.planned
 
-    def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> Any:
-        """Returns the state of existing rows; `held()` returns the slots that hold items."""
-        return view
+    def with_plan(self, state: PartState, slots: jax.Array) -> Any:
+        """Returns the state with slots that the host has still to write."""
+        return self.with_view(state, self.view(state).replace(planned=slots))
 
     def spec(self, state: PartState) -> Item:
         """Returns the spec of an item."""
         return self.view(state).rows.spec
 
-    def spec_key(self, state: PartState) -> SpecKey:
-        """Returns the spec as a hashable key, which is made once."""
-        return self.view(state).rows.spec_key
-
-    def names(self, state: PartState) -> tuple[str, ...] | None:
-        """Returns the names of the leaves."""
-        return self.view(state).rows.names
-
     def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> dict[str, int]:
         """Returns the bytes of the rows, in memory of the host, and of the version."""
         return {"host": ring.capacity * pytree.nbytes(spec), "device": pytree.nbytes(VERSION)}
 
-    # Outside jit.
-
-    def drawing(self, state: PartState) -> AbstractContextManager[None]:
-        """Returns a context in which nothing is overwritten."""
-        return self.view(state).rows.drawing()
-
-    def writing(self, state: PartState) -> AbstractContextManager[None]:
-        """Returns a context for a write; if interrupted, `state` is the newest again."""
-        view = self.view(state)
-        return view.rows.writing(view.version)
-
-    def put(self, state: PartState, planned: Any, items: Item) -> Any:
-        """Writes items, leaves `[T, E, ...]` or `[T, ...]`, to the planned slots."""
-        view, leaves = self.view(state), map(casting.raw, jax.tree.leaves(items))
-        slots, device_state = planned
-        version = view.rows.put(view.version, slots, *leaves, patient=True)
-        return self.combine(view.after(version), device_state)
-
-    def moved(self, state: PartState, planned: Any) -> Any:
-        """Returns the state with the device part's state from `planned`."""
-        return self.combine(self.view(state), planned[1])
-
-    def put_values(
-        self, state: PartState, device_state: PartState, slots: np.ndarray, values: Item
-    ) -> Any:
-        """Writes new values of some leaves, and keeps all other leaves."""
-        view, leaves = self.view(state), map(casting.raw, values.values())
-        version = view.rows.edit(view.version, slots, tuple(values), *leaves)
-        return self.combine(view.after(version), device_state)
-
-    def fetch(self, state: PartState, slots: jax.Array, places: Any) -> Item:
-        """Returns the items: all leaves at `slots`, or each at its own slots in `places`."""
-        view = self.view(state)
-        at = [np.asarray(slots)] * len(view.rows.raw) if places is None else places.each(np.asarray)
-        device = slots.sharding if compat.is_committed(slots) else None
-        return view.rows.fetch(view.version, at, device, is_draw=True)
-
-    def take(self, state: PartState, slots: np.ndarray) -> Item:
-        """Returns the items at slots of any shape."""
-        view = self.view(state)
-        return view.rows.fetch(view.version, [slots] * len(view.rows.names))
-
-    # Inside jit.
-
     def write(
         self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
-        """Writes to the device part and, by a callback, to the host."""
-        view, before = self.view(state), self.device_state(state)
-        (slots, device_state), plan = self.device_part.write(context, before, plan, items)
-        leaves = [lax.stop_gradient(casting.raw(leaf)) for leaf in jax.tree.leaves(items)]
-        version = call(view.rows.put, VERSION, view.version, slots, *leaves)
-        return self.combine(view.after(version), device_state), plan
+        """Writes rows to the host, or plans to."""
+        return self.with_view(state, self.view(state).put(plan.slots, items)), plan
 
     def edit(
         self,
@@ -448,21 +450,59 @@ class HostArrays(HostStorage):
         slots: jax.Array | None,
         values: dict[str, jax.Array],
     ) -> Any:
-        """Edits rows in the device part and, by a callback, on the host."""
-        if slots is None:
-            slots = jnp.arange(context.ring.capacity, dtype=jnp.int32)
-        view, names = self.view(state), tuple(values)
-        device_state = self.device_part.edit(context, self.device_state(state), slots, values)
-        edit = lambda version, slots, *leaves: view.rows.edit(version, slots, names, *leaves)
-        leaves = [lax.stop_gradient(casting.raw(leaf)) for leaf in values.values()]
-        version = call(edit, VERSION, view.version, slots, *leaves)
-        return self.combine(view.after(version), device_state)
+        """Edits rows on the host, or plans to."""
+        slots = jnp.arange(context.ring.capacity, dtype=jnp.int32) if slots is None else slots
+        return self.with_view(state, self.view(state).edit(slots, values))
 
     def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
-        """Reads items by a callback to the host."""
-        view = self.view(state)
-        return view.rows.items(view.rows.call(view.version, list(map(where, view.rows.names))))
+        """Reads items by a callback to the host, or makes them of what was fetched."""
+        view, located = self.view(state), self.locate(context, state, where)
+        fetched = view.fetched
+        if fetched is None:
+            arrays, structure = jax.tree.flatten(located)
+            fetch = lambda version, *arrays: self.fetch(
+                view.replace(version=version), jax.tree.unflatten(structure, arrays), is_static=True
+            )
+            shapes = self.fetched_shapes(view.rows, located)
+            fetched = call(fetch, shapes, view.version, *arrays)
+        return self.assemble(context, state, located, fetched)
+
+    # The stages of a read.
+
+    def locate(self, context: Context, state: PartState, where: SlotsForLeaf) -> UniqueSlots:
+        """Returns the slots at which the host reads the leaves: compiled."""
+        return UniqueSlots.of(list(map(where, self.view(state).rows.names)), lambda slots: slots)
+
+    def fetch(self, view: HostView, located: Any, is_static: bool = False) -> Any:
+        """Returns the rows at located slots, arrays of NumPy.
+
+        With `is_static`, they have the shapes of `fetched_shapes`.
+        """
+        return view.rows.take(view.version, located.each(np.asarray))
+
+    def fetched_shapes(self, rows: RowsSpec, located: Any) -> Any:
+        """Returns the shapes of what `fetch` returns, inside `jit`."""
+        return [
+            jax.ShapeDtypeStruct((*at.shape, *spec.shape), spec.dtype)
+            for at, spec in zip(located.each(lambda at: at), rows.raw, strict=True)
+        ]
+
+    def assemble(self, context: Context, state: PartState, located: Any, fetched: Any) -> Item:
+        """Returns the items made of rows that were fetched: compiled."""
+        return self.view(state).rows.items(fetched)
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Returns the state of the same rows, whose values are not read again."""
         return dependencies.delay_writes_until(state, token)
+
+
+class HostArrays(HostStorage):
+    """A storage of arrays on the host, in rows that the method `make_rows` makes."""
+
+    def elsewhere(self) -> Self:
+        """Returns a storage for other rows, which must not be at the path of these."""
+        return self
+
+    def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> Any:
+        """Returns the state of existing rows; `held()` returns the slots that hold items."""
+        return view

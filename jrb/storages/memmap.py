@@ -28,6 +28,8 @@ ITEMS = "items/"
 class StoreRows(HostRows):
     """The rows in the files of a store."""
 
+    takes_back: ClassVar[bool] = True
+
     def __init__(self, store: BlockStore, capacity: int, spec: Item) -> None:
         super().__init__(capacity, spec)
         self.store: BlockStore = store
@@ -98,7 +100,6 @@ class StoreArrays(HostArrays):
     path: str | os.PathLike[str] | None
     prealloc: bool
     unbound: ClassVar[tuple[str, ...]] = ("path", "device_capacity", "prealloc")
-    takes_back: ClassVar[bool] = True
 
     def check(self) -> None:
         """Checks these fields, and makes the path absolute, so that a later `chdir` is harmless."""

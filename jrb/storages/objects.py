@@ -1,46 +1,106 @@
 """A storage of Python objects on the host."""
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jrb._core.eager import refusal
-from jrb._core.host_proxy import HostStorageProxy
 from jrb._store.errors import StaleError
 from jrb._util import pytree
 from jrb.ring import Ring
-from jrb.types import Context, HostState, HostStorage, Item, SlotsForLeaf, WritePlan
+from jrb.state import Device
+from jrb.storages import host_rows
+from jrb.storages.host_rows import HostRows, HostStorage, HostView, RowsSpec, Version
+from jrb.types import Context, Item
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, object})
 """The types whose objects cannot be changed; of a bare `object()`, only its identity counts."""
 
 
-class Shelf:
+def refusal() -> TypeError:
+    """Makes the error for a method that cannot work on Python objects."""
+    return TypeError(
+        "ListStorage: expected to be called outside jit, vmap and scan, with Python objects. Use "
+        "jrb.DeviceStorage() there, with items of arrays."
+    )
+
+
+class ObjectRows(HostRows):
     """The objects of one buffer, which all its states share."""
 
     def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, {})
         self.objects: list[Any] = [None] * capacity
         # The number of the write that stored each object, and the number of all writes.
         self.written: np.ndarray = np.zeros(capacity, np.int64)
         self.writes: int = 0
 
+    def check_newest(self, version: Version) -> None:
+        """See `HostRows.check_newest`."""
+        if host_rows.number(version) != self.writes:
+            raise StaleError(
+                "ListStorage: expected the newest state, got one that has been written to before. "
+                "States share their objects: go on with the state that the last write returned."
+            )
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Objects(HostState):
+    def put_items(self, version: Version, slots: np.ndarray, items: list[list[Any]]) -> np.ndarray:
+        """Stores rows of objects at slots `[T, E]`; slots of N or more are skipped."""
+        # Checked before anything is written, so that the newest state stays as it is.
+        self.check_newest(version)
+        objects = (item for row in items for item in row)
+        pairs = zip(np.asarray(slots).reshape(-1).tolist(), objects, strict=True)
+        copies = {slot: _copy_item(item) for slot, item in pairs if slot < self.capacity}
+        self.writes += 1
+        for slot, item in copies.items():
+            self.written[slot] = self.writes  # first: a thread that reads checks it last
+            self.objects[slot] = item
+        return host_rows.words(self.writes)
+
+    def edit(self, version: Version, slots: np.ndarray, values: list[Any]) -> np.ndarray:
+        """Stores other objects at slots `[B]`; slots of N or more are skipped."""
+        return self.put_items(version, slots, [values])
+
+    def fetch(
+        self, version: Version, slots: Any, device: Device = None, is_draw: bool = False
+    ) -> list[Any]:
+        """Returns copies of the objects at slots of any shape."""
+        return list(map(_copy_item, self.stored(version, np.asarray(slots))))
+
+    def stored(self, version: Version, slots: np.ndarray) -> list[Any]:
+        """Returns the objects themselves at slots of any shape, which must not be changed."""
+        slots, newest = slots.reshape(-1), host_rows.number(version)
+        objects = list(map(self.objects.__getitem__, slots.tolist()))
+        # Checked after the objects were read, so that a write in between is noticed.
+        if self.writes > newest and (self.written[slots] > newest).any():
+            raise StaleError(
+                "ListStorage: expected a state whose objects are still there, got one of which "
+                "something was overwritten since. Draw from the state that the last write returned."
+            )
+        return objects
+
+    # Inside jit there are no objects.
+
+    def put(
+        self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
+    ) -> np.ndarray:
+        """Raises TypeError, as `jit` takes no objects."""
+        raise refusal()
+
+    def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
+        """Raises TypeError, as `jit` returns no objects."""
+        raise refusal()
+
+
+class ObjectsView(HostView):
     """The state of a `ListStorage`."""
 
-    shelf: Shelf  # the objects of all states of the buffer
-    version: int  # the number of writes up to this state
-
     @property
-    def capacity(self) -> int:
-        """N, the number of slots."""
-        return len(self.shelf.objects)
+    def host_bytes(self) -> int:
+        """0: the sizes of objects are not known."""
+        return 0
 
 
 @pytree.component
@@ -79,87 +139,21 @@ class ListStorage(HostStorage):
     collate: Callable[[list[Any]], Any] | None = None
     of_objects: ClassVar[bool] = True
     unbound: ClassVar[tuple[str, ...]] = ("collate",)
-    state_type: ClassVar[type] = Objects
+    state_type: ClassVar[type] = ObjectsView
 
-    @property
-    def device_part(self) -> HostStorageProxy:
-        """The storage that replaces this one in jitted parts."""
-        return HostStorageProxy()
+    def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> ObjectRows:
+        """Returns rows without objects."""
+        return ObjectRows(ring.capacity)
 
-    def device_state(self, state: Objects) -> None:
-        """Returns None, as `device_part` has no state."""
+    def init(self, context: Context, spec: Item) -> ObjectsView:
+        """Returns the state of compiled parts."""
+        return ObjectsView(version=None, rows=RowsSpec(context.ring.capacity, {}))
 
-    def init(self, context: Context, spec: Item) -> Objects:
-        """Returns a state without objects."""
-        return self.make(context.ring, spec, None, is_chronological=True)
-
-    def make(self, ring: Ring, spec: Item, device_state: None, is_chronological: bool) -> Objects:
-        """Returns a state without objects."""
-        return Objects(shelf=Shelf(ring.capacity), version=0)
-
-    def reset(self, ring: Ring, state: Objects, token: jax.Array) -> Objects:
+    def reset(self, ring: Ring, state: ObjectsView, token: jax.Array) -> ObjectsView:
         """Returns a state without objects; older states keep theirs."""
-        return Objects(shelf=Shelf(ring.capacity), version=0)
-
-    def put(self, state: Objects, planned: tuple[Any, None], items: list[list[Any]]) -> Objects:
-        """Stores rows of objects at slots `[T, E]`; slots of N or more are skipped."""
-        shelf, slots = state.shelf, np.asarray(planned[0])
-        # Checked before anything is written, so that the newest state stays as it is.
-        if state.version != shelf.writes:
-            raise StaleError(
-                "ListStorage: expected the newest state, got one that has been written to before. "
-                "States share their objects: go on with the state that the last write returned."
-            )
-        objects = (item for row in items for item in row)
-        pairs = zip(slots.reshape(-1).tolist(), objects, strict=True)
-        copies = {slot: _copy_item(item) for slot, item in pairs if slot < len(shelf.objects)}
-        shelf.writes += 1
-        for slot, item in copies.items():
-            shelf.written[slot] = shelf.writes  # first: a thread that reads checks it last
-            shelf.objects[slot] = item
-        return Objects(shelf=shelf, version=shelf.writes)
-
-    def put_values(
-        self, state: Objects, device_state: None, slots: np.ndarray, values: list[Any]
-    ) -> Objects:
-        """Stores other objects at slots `[B]`; slots of N or more are skipped."""
-        return self.put(state, (slots[None], None), [values])
-
-    def fetch(self, state: Objects, slots: jax.Array, places: Any) -> list[Any]:
-        """Returns the objects at slots `[B]`."""
-        return self.take(state, np.asarray(slots))
-
-    def take(self, state: Objects, slots: np.ndarray) -> list[Any]:
-        """Returns copies of the objects at slots of any shape."""
-        return list(map(_copy_item, self.stored(state, slots)))
-
-    def stored(self, state: Objects, slots: np.ndarray) -> list[Any]:
-        """Returns the objects themselves at slots of any shape, which must not be changed."""
-        shelf, slots = state.shelf, slots.reshape(-1)
-        objects = list(map(shelf.objects.__getitem__, slots.tolist()))
-        # Checked after the objects were read, so that a write in between is noticed.
-        if shelf.writes > state.version and (shelf.written[slots] > state.version).any():
-            raise StaleError(
-                "ListStorage: expected a state whose objects are still there, got one of which "
-                "something was overwritten since. Draw from the state that the last write returned."
-            )
-        return objects
-
-    # Inside jit there are no objects.
-
-    def spec(self, state: Objects) -> Item:
-        """Raises TypeError, as objects have no shapes."""
-        raise refusal()
-
-    def write(
-        self, context: Context, state: Objects, plan: WritePlan, items: Item
-    ) -> tuple[Objects, WritePlan]:
-        """Raises TypeError, as `jit` takes no objects."""
-        raise refusal()
-
-    def read(self, context: Context, state: Objects, where: SlotsForLeaf) -> Item:
-        """Raises TypeError, as `jit` returns no objects."""
-        raise refusal()
+        return state.replace(
+            version=jnp.asarray(host_rows.words(0)), rows=ObjectRows(ring.capacity)
+        )
 
 
 def _copy_item(item: Any) -> Any:

@@ -4,19 +4,18 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import packed
-from jrb._core.host_proxy import DeviceProxy, UniqueSlots
 from jrb._util import checks, pytree
 from jrb._xla import dependencies, gather
 from jrb.keys import TED
 from jrb.ring import Clock, Occupancy, Ring
-from jrb.storages.host_rows import HostView
+from jrb.storages.host_rows import HostView, RowsSpec, UniqueSlots
 from jrb.storages.memmap import StoreArrays, StoreRows
 from jrb.types import Context, HostState, Item, SlotsForLeaf, WritePlan
 from jrb.types.messages import plan_rows
@@ -46,113 +45,35 @@ class TieredState(pytree.State, HostState):
         return self.view.host_bytes
 
 
-@pytree.component
-class DeviceCache(DeviceProxy):
-    """The cache of the newest rows, which replaces a `SpillStorage` in jitted parts."""
+class CachedSlots(NamedTuple):
+    """Where an array of slots is found, arrays of one shape.
 
-    capacity: int
-
-    def ring(self, ring: Ring) -> Ring:
-        """Returns the shape of the ring of cached rows."""
-        return Ring(rows=min(self.capacity // ring.envs, ring.rows), envs=ring.envs)
-
-    def init(self, context: Context, spec: Item) -> DeviceCacheState:
-        """Returns an empty cache."""
-        cache = self.ring(context.ring)
-        items = jax.tree.map(lambda leaf: packed.zeros_column(cache.capacity, leaf), spec)
-        return DeviceCacheState(items=items, clock=cache.start())
-
-    def spec(self, state: DeviceCacheState) -> Item:
-        """Returns the spec of an item."""
-        return packed.spec(state.items)
-
-    def write(
-        self, context: Context, state: DeviceCacheState, plan: WritePlan, items: Item
-    ) -> tuple[tuple[jax.Array, DeviceCacheState], WritePlan]:
-        """Returns the slots, int32 `[T, E]`, and the cache after the write."""
-        # The cache has a clock of its own, and plans the same rows around its smaller ring.
-        mask = None if plan.consecutive else plan.written
-        ring = self.ring(context.ring)
-        clock, put = plan_rows(ring, state.clock, plan.passed.size, mask)
-        write_to = lambda column, new: packed.put_column(column, put, packed.to_words(new))
-        new = jax.tree.map(write_to, state.items, items, is_leaf=packed.is_column)
-        return (plan.slots, DeviceCacheState(items=new, clock=clock)), plan
-
-    def edit(
-        self,
-        context: Context,
-        state: DeviceCacheState,
-        slots: jax.Array | None,
-        values: dict[str, jax.Array],
-    ) -> DeviceCacheState:
-        """Edits the rows that are cached."""
-        capacity, size = context.ring.capacity, self.ring(context.ring).capacity
-        slots = jnp.arange(capacity, dtype=jnp.int32) if slots is None else slots
-        # Slots of N are padding: they go to `size`, which no scatter writes.
-        row, is_cached = self.where(context, state, jnp.minimum(slots, capacity - 1))
-        at = jnp.where(is_cached & (slots < capacity), row, size)
-
-        def put(path: tuple, column: packed.Column) -> packed.Column:
-            new = values.get(pytree.leaf_name(path))
-            return column if new is None else packed.edit_column(column, at, new)
-
-        every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=packed.is_column)
-        return state.replace(items=every(put, state.items))
-
-    def where(self, context: Context, state: DeviceCacheState, slots: jax.Array) -> Any:
-        """Returns the offsets of slots in the cache, int32 `[...]`, and True for those cached."""
-        ring, cache = context.ring, self.ring(context.ring)
-        age = context.held.after(ring, slots)
-        is_cached = (age >= 0) & (age < state.clock.count)
-        row = cache.row_after(state.clock.cursor, jnp.where(is_cached, cache.rows - 1 - age, 0))
-        return row * ring.envs + slots % ring.envs, is_cached
-
-    def locate(
-        self, context: Context, state: DeviceCacheState, where: list[jax.Array]
-    ) -> UniqueSlots:
-        """Returns the slots of each leaf, their offsets in the cache, and True for those cached."""
-        return UniqueSlots.of(where, lambda slots: (slots, *self.where(context, state, slots)))
-
-    def reset(self, ring: Ring, state: DeviceCacheState, token: jax.Array) -> DeviceCacheState:
-        """Returns the emptied cache."""
-        return state.replace(clock=self.ring(ring).emptied(state.clock))
-
-
-@jax.jit
-def _gathered(leaves: list[jax.Array], at: list[jax.Array]) -> list[jax.Array]:
-    """Returns rows of each leaf, `[*slots, ...]`."""
-    return [gather.items_at(leaf, row) for leaf, row in zip(leaves, at, strict=True)]
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _merged(cached: list[jax.Array], others: list[jax.Array], at: list[jax.Array]) -> list:
-    """Writes rows `[K, ...]` of each leaf at offsets among cached ones, `[*slots, ...]`."""
-    merged = []
-    for leaf, new, start in zip(cached, others, at, strict=True):
-        lead = leaf.shape[: leaf.ndim + 1 - new.ndim]
-        # Flattened, so that one scatter writes all rows from the host, for slots of any shape.
-        line = leaf.reshape(math.prod(lead), *new.shape[1:])
-        line = packed.put_blocks(line, start, new[:, None]) if start.size else line
-        merged.append(line.reshape(leaf.shape))
-    return merged
-
-
-def _uncached(slots: np.ndarray, is_cached: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the slots that are not cached, and their offsets in the batch.
-
-    They are padded to few lengths, so that few programs are compiled: 0, an eighth of the batch,
-    1.5 times that, and so on.
+    Attributes:
+        slots: int32, the slots.
+        offsets: int32, their offsets in the cache.
+        is_cached: bool, True for those that are cached.
     """
-    flat, offsets = slots.reshape(-1), np.flatnonzero(~is_cached.reshape(-1))
-    if not len(offsets):
-        return flat[:0], offsets.astype(np.int32)
-    length = -(-len(flat) // 8)
+
+    slots: jax.Array
+    offsets: jax.Array
+    is_cached: jax.Array
+
+
+def _uncached(located: CachedSlots, is_static: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the slots that are not cached, int32 `[K]`, and their offsets in the batch.
+
+    They are padded to few lengths K, so that few programs are compiled: 0, an eighth of the batch,
+    1.5 times that, and so on; with `is_static` to the whole batch.
+    """
+    flat, is_cached = np.asarray(located.slots).reshape(-1), np.asarray(located.is_cached)
+    offsets = np.flatnonzero(~is_cached.reshape(-1))
+    length = len(flat) if is_static else 0
     while length < len(offsets):
-        length += -(-length // 2)
+        length += -(-length // 2) if length else -(-len(flat) // 8)
     # Padding has an offset beyond the batch, where nothing is written; any slot is read for it.
     at = np.full(min(length, len(flat)), len(flat), np.int32)
     at[: len(offsets)] = offsets
-    return flat[np.where(at < len(flat), at, offsets[0])], at
+    return flat[np.where(at < len(flat), at, offsets[0] if len(offsets) else 0)], at
 
 
 @pytree.component
@@ -174,6 +95,7 @@ class SpillStorage(StoreArrays):
     device_capacity: int
     prealloc: bool = False
     state_type: ClassVar[type] = TieredState
+    assembles: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.check()
@@ -194,33 +116,35 @@ class SpillStorage(StoreArrays):
             )
         return super().make_rows(ring, spec, is_chronological)
 
-    @property
-    def device_part(self) -> DeviceCache:
-        """The storage that replaces this one in jitted parts."""
-        return DeviceCache(self.device_capacity)
-
-    def device_state(self, state: TieredState) -> DeviceCacheState:
-        """Returns the cached rows."""
-        return state.cache
+    def cache_ring(self, ring: Ring) -> Ring:
+        """Returns the shape of the ring of cached rows."""
+        return Ring(rows=min(self.device_capacity // ring.envs, ring.rows), envs=ring.envs)
 
     def view(self, state: TieredState) -> HostView:
         """Returns the part of a state that refers to rows on the host."""
         return state.view
 
-    def combine(self, view: HostView, device_state: DeviceCacheState) -> TieredState:
-        """Returns the state made of a view of all rows and of the cached ones."""
-        return TieredState(cache=device_state, view=view)
+    def with_view(self, state: TieredState, view: HostView) -> TieredState:
+        """Returns the state with another view."""
+        return state.replace(view=view)
+
+    def init(self, context: Context, spec: Item) -> TieredState:
+        """Returns the state of compiled parts, with an empty cache."""
+        cache = self.cache_ring(context.ring)
+        items = jax.tree.map(lambda leaf: packed.zeros_column(cache.capacity, leaf), spec)
+        state = DeviceCacheState(items=items, clock=cache.start())
+        return TieredState(cache=state, view=super().init(context, spec))
 
     def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> TieredState:
         """Returns the state of existing rows, the newest of which are cached again."""
-        part, occupancy = self.device_part, held()
-        cache, size = part.ring(ring), int(occupancy.size)
+        cache, occupancy = self.cache_ring(ring), held()
+        size = int(occupancy.size)
         count = min(size // ring.envs, cache.rows)
         # The newest rows that the cache has room for end where the newest row ends.
         first = int(occupancy.first[0]) + size - count * ring.envs
         slots = (first + np.arange(count * ring.envs)) % ring.capacity
-        newest = view.rows.fetch(view.version, [slots] * len(view.rows.names))
-        state = part.init(Context(ring, TED, occupancy), view.rows.spec)
+        newest = view.rows.fetch(view.version, slots)
+        state = self.init(Context(ring, TED, occupancy), view.rows.spec).cache
         put = lambda column, new: packed.with_array(
             column, packed.stored_array(column).at[: len(slots)].set(packed.to_words(new))
         )
@@ -228,40 +152,87 @@ class SpillStorage(StoreArrays):
         clock = cache.advance(state.clock, jnp.int32(count))
         return TieredState(cache=DeviceCacheState(items=items, clock=clock), view=view)
 
-    def fetch(self, state: TieredState, slots: jax.Array, places: Any) -> Item:
-        """Returns the items: cached ones from the device, all others from the host."""
-        view = state.view
-        offsets = [row for _, row, _ in places.each(lambda one: one)]
-        # Dispatched first: the device gathers while the host reads its rows.
-        cached = _gathered(jax.tree.leaves(state.cache.items), offsets)
-        at = places.each(lambda one: _uncached(np.asarray(one[0]), np.asarray(one[2])))
-        others = view.rows.items(view.rows.take(view.version, [uncached for uncached, _ in at]))
-        leaves, structure = jax.tree.flatten(others)
-        merged = _merged(cached, list(map(packed.to_words, leaves)), [offset for _, offset in at])
-        unpacked = map(packed.from_words, merged, [leaf.dtype for leaf in leaves])
-        return jax.tree.unflatten(structure, unpacked)
+    def write(
+        self, context: Context, state: TieredState, plan: WritePlan, items: Item
+    ) -> tuple[TieredState, WritePlan]:
+        """Writes rows to the cache and to the host."""
+        # The cache has a clock of its own, and plans the same rows around its smaller ring.
+        mask = None if plan.consecutive else plan.written
+        ring = self.cache_ring(context.ring)
+        clock, put = plan_rows(ring, state.cache.clock, plan.passed.size, mask)
+        write_to = lambda column, new: packed.put_column(column, put, packed.to_words(new))
+        new = jax.tree.map(write_to, state.cache.items, items, is_leaf=packed.is_column)
+        cache = DeviceCacheState(items=new, clock=clock)
+        return TieredState(cache=cache, view=state.view.put(plan.slots, items)), plan
 
-    def read(self, context: Context, state: TieredState, where: SlotsForLeaf) -> Item:
-        """Returns the items: cached ones from the device, all others by a callback.
+    def edit(
+        self,
+        context: Context,
+        state: TieredState,
+        slots: jax.Array | None,
+        values: dict[str, jax.Array],
+    ) -> TieredState:
+        """Edits rows on the host, and those that are cached."""
+        capacity, size = context.ring.capacity, self.cache_ring(context.ring).capacity
+        slots = jnp.arange(capacity, dtype=jnp.int32) if slots is None else slots
+        # Slots of N are padding: they go to `size`, which no scatter writes.
+        located = self._find(context, state.cache, jnp.minimum(slots, capacity - 1))
+        at = jnp.where(located.is_cached & (slots < capacity), located.offsets, size)
 
-        The host sends a whole batch, with zeros in place of cached rows.
-        """
-        view, targets = state.view, list(map(where, state.view.rows.names))
-        located = self.device_part.locate(context, state.cache, targets)
-        slots = located.each(lambda one: jnp.where(one[2], -1, one[0]))  # -1 is not read
-        others, structure = jax.tree.flatten(view.rows.items(view.rows.call(view.version, slots)))
-        at = located.each(lambda one: one)
-        pairs = zip(jax.tree.leaves(state.cache.items), at, strict=True)
-        cached = gather.read_items(*((words, row) for words, (_, row, _) in pairs))
+        def put(path: tuple, column: packed.Column) -> packed.Column:
+            new = values.get(pytree.leaf_name(path))
+            return column if new is None else packed.edit_column(column, at, new)
+
+        every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=packed.is_column)
+        cache = state.cache.replace(items=every(put, state.cache.items))
+        return TieredState(cache=cache, view=state.view.edit(slots, values))
+
+    def _find(self, context: Context, state: DeviceCacheState, slots: jax.Array) -> CachedSlots:
+        ring, cache = context.ring, self.cache_ring(context.ring)
+        age = context.held.after(ring, slots)
+        is_cached = (age >= 0) & (age < state.clock.count)
+        row = cache.row_after(state.clock.cursor, jnp.where(is_cached, cache.rows - 1 - age, 0))
+        return CachedSlots(slots, row * ring.envs + slots % ring.envs, is_cached)
+
+    def locate(self, context: Context, state: TieredState, where: SlotsForLeaf) -> UniqueSlots:
+        """Returns the slots of each leaf, and which of them are cached."""
+        find = functools.partial(self._find, context, state.cache)
+        return UniqueSlots.of(list(map(where, state.view.rows.names)), find)
+
+    def fetch(self, view: HostView, located: UniqueSlots, is_static: bool = False) -> Any:
+        """Returns rows that are not cached, `[K, ...]`, and their offsets in the batch, `[K]`."""
+        uncached = [_uncached(one, is_static) for one in located.values]
+        slots = [uncached[number][0] for number in located.index]
+        return view.rows.take(view.version, slots), [offsets for _, offsets in uncached]
+
+    def fetched_shapes(self, rows: RowsSpec, located: UniqueSlots) -> Any:
+        """Returns the shapes of what `fetch` returns, inside `jit`."""
+        sizes = located.each(lambda one: one.slots.size)
+        pairs = zip(sizes, rows.raw, strict=True)
+        leaves = [jax.ShapeDtypeStruct((size, *spec.shape), spec.dtype) for size, spec in pairs]
+        one = lambda each: jax.ShapeDtypeStruct((each.slots.size,), jnp.int32)
+        return leaves, list(map(one, located.values))
+
+    def assemble(
+        self, context: Context, state: TieredState, located: UniqueSlots, fetched: Any
+    ) -> Item:
+        """Returns the items: cached ones from the device, and those that were fetched."""
+        leaves, structure = jax.tree.flatten(state.view.rows.items(fetched[0]))
+        places = UniqueSlots(fetched[1], located.index).each(lambda offsets: offsets)
+        offsets = located.each(lambda one: one.offsets)
+        columns = zip(jax.tree.leaves(state.cache.items), offsets, strict=True)
         items = []
-        for leaf, other, (_, _, is_cached) in zip(cached, others, at, strict=True):
-            # With axes of length 1 for those of the items, to choose whole rows.
-            flags = is_cached.reshape(*is_cached.shape, *(1,) * (leaf.ndim - is_cached.ndim))
-            merged = jnp.where(flags, leaf, packed.to_words(other))
-            items.append(packed.from_words(merged, other.dtype))
+        for cached, new, at in zip(gather.read_items(*columns), leaves, places, strict=True):
+            # Flattened, so that one scatter writes all rows from the host, for slots of any shape.
+            words = packed.to_words(new)
+            lead = cached.shape[: cached.ndim + 1 - words.ndim]
+            line = cached.reshape(math.prod(lead), *words.shape[1:])
+            line = packed.put_blocks(line, at, words[:, None]) if at.size else line
+            items.append(packed.from_words(line.reshape(cached.shape), new.dtype))
         return jax.tree.unflatten(structure, items)
 
     def reset(self, ring: Ring, state: TieredState, token: jax.Array) -> TieredState:
         """Returns the state with an empty cache."""
-        cache = self.device_part.reset(ring, state.cache, token)
-        return dependencies.delay_writes_until(state.replace(cache=cache), token)
+        clock = self.cache_ring(ring).emptied(state.cache.clock)
+        state = state.replace(cache=state.cache.replace(clock=clock))
+        return dependencies.delay_writes_until(state, token)

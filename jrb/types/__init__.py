@@ -28,7 +28,7 @@ from jrb.types.messages import (
     WritePlan,
 )
 from jrb.types.sampler import OrderedSampler, PrioritizedSampler, Sampler, ShardedSampler
-from jrb.types.storage import HostStorage, Storage
+from jrb.types.storage import Storage
 from jrb.types.transform import StatefulTransform, Transform
 from jrb.types.unit import Unit
 from jrb.types.writer import Writer
@@ -41,7 +41,6 @@ __all__ = [
     "Draw",
     "DrawCounts",
     "HostState",
-    "HostStorage",
     "IncomingPriorities",
     "Item",
     "MissingMethodError",

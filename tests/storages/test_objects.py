@@ -73,9 +73,9 @@ class Interrupted(list):
 def test_a_write_in_the_middle_of_a_draw_is_noticed(slots):
     buffer = jrb.ReplayBuffer(2 + max(slots), batch_size=2, storage=jrb.ListStorage())
     state = buffer.extend(buffer.init(None), [f"old {n}" for n in range(buffer.capacity)])
-    shelf = state.storage.shelf
-    shelf.objects = Interrupted(shelf.objects)
-    shelf.objects.come = [lambda: buffer.extend(state, ["new 0", "new 1"])]
+    rows = state.storage.rows
+    rows.objects = Interrupted(rows.objects)
+    rows.objects.come = [lambda: buffer.extend(state, ["new 0", "new 1"])]
     with pytest.raises(jrb.StaleError, match="overwritten since"):
         buffer.take(state, jnp.array(slots))
 
