@@ -21,6 +21,7 @@ from jrb.ring import Ring
 from jrb.samplers import Uniform
 from jrb.state import BufferState, Device, Memory, Sample, check_origin, origin_of
 from jrb.storages import DeviceStorage
+from jrb.storages.objects import object_refusal, object_rows
 from jrb.types import Item, OrderedSampler, PrioritizedSampler, Sampler, Storage, Unit, Writer
 from jrb.types.messages import Array, PRNGKey
 from jrb.types.parts import check_part
@@ -237,7 +238,7 @@ class ReplayBuffer:
         """
         checks.choice("nbytes: where", where, (None, "device", "host", "files"))
         if self.storage.of_objects:
-            raise eager.refusal()
+            raise object_refusal()
         return eager.nbytes(self, self._stored_spec(example), where)
 
     @takes_state
@@ -310,8 +311,7 @@ class ReplayBuffer:
 
         With `donate` and a storage on the host, arrays of the state are written in place.
         """
-        lead, is_add = self._lead(), method == "add"
-        time: tuple[int, ...] = ()
+        lead, is_add, objects = self._lead(), method == "add", None
         takes = isinstance(self.sampler, PrioritizedSampler) and self.sampler.takes_priorities
         if priorities is not None and not takes:
             raise TypeError(
@@ -321,12 +321,14 @@ class ReplayBuffer:
             )
         if self.requires_mask:
             checks.given_mask(method, mask, len(lead) + (not is_add))
-        # `extend` takes a sequence of rows of objects, which is checked where it is written.
-        if self.storage.of_objects and not is_add:
-            return eager.write_objects(self, state, items, mask, method, priorities, donate)
-        if not self.storage.of_objects:
+        if self.storage.of_objects:
+            # In compiled parts, a number without a meaning stands for each object.
+            objects = object_rows(self, [items] if is_add else items, method)
+            items = {"item": np.zeros(lead if is_add else (len(objects), *lead), np.uint8)}
+        else:
             items = self._arrays(items, method)
-            time = () if is_add else (checks.length(items),)
+        if not is_add:
+            checks.length(items)
         if priorities is not None and not donate:  # `jrb.jitted` warns itself, after the call
             warn_of_refused(self, method, priorities, depth=5)
         lengths = contextlib.nullcontext((items, mask, priorities))
@@ -340,14 +342,16 @@ class ReplayBuffer:
                 priorities = checks.given_priorities(method, priorities, (*time, *lead))
             if is_add:
                 mask, priorities = (it if it is None else it[None] for it in (mask, priorities))
-            if self.storage.of_objects:
-                return eager.write_objects(self, state, [items], mask, method, priorities, donate)
-            rows = self._to_stored(state, items, (*time, *lead), method)
+            if objects is None:
+                items = self._to_stored(state, items, (*time, *lead), method)
+            else:
+                check_state(self, state)
+                objects += [[None] * self.ring.envs] * (sum(time) - len(objects))
             if is_add:
-                rows = jax.tree.map(_one_row, rows)
+                items = jax.tree.map(_one_row, items)
             elif 0 in time:
                 return state
-            return eager.write(self, state, rows, mask, None, priorities, donate)
+            return eager.write(self, state, items, mask, None, priorities, donate, objects)
 
     @takes_state
     def sample(
@@ -552,7 +556,8 @@ class ReplayBuffer:
             lead = which.shape
         if self.storage.of_objects:
             self.writer.check_edit("set", frozenset())
-            return eager.edit(self, state, which, checks.objects("set", values, lead[0]))
+            objects = checks.objects("set", values, lead[0])
+            return eager.edit(self, state, which, {}, objects)
         spec = self.storage.spec(state.storage)
         # Values may be for all rows of windows, `[B, L, ...]`, and not only for their anchors.
         if isinstance(where, Sample) and self.unit.row_steps is not None:
@@ -581,7 +586,7 @@ class ReplayBuffer:
         """
         check_state(self, state)
         if self.storage.of_objects:
-            raise eager.refusal()
+            raise object_refusal()
         checks.count("batch_size", batch_size)
         size = min(int(batch_size), self.capacity)
         return eager.rewrite(self, state, _MapFunction(self, function), size)

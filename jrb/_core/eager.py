@@ -8,7 +8,7 @@ traced.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from jrb._core.validate import (
     on_host,
     warn_of_copies,
 )
-from jrb._util import casting, checks, pytree
+from jrb._util import casting, pytree
 from jrb._util.pytree import Leaf, SpecKey
 from jrb._xla import compat
 from jrb._xla.compiling import (
@@ -40,7 +40,6 @@ from jrb._xla.compiling import (
 )
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.storages.host_rows import to_device
-from jrb.storages.objects import refusal
 from jrb.types import Item, PrioritizedSampler, TransformContext
 from jrb.types.messages import PartState
 
@@ -64,12 +63,7 @@ def is_tracer(leaf: Leaf) -> bool:
 
 def is_one_step(buffer: Buffer, *arguments: Any) -> bool:
     """Returns True if a method is one compiled step: inside `jit`, or with items on the device."""
-    if not on_host(buffer):
-        return True
-    traced = is_traced(arguments)
-    if traced and buffer.storage.of_objects:
-        raise refusal()
-    return traced
+    return not on_host(buffer) or is_traced(arguments)
 
 
 # Making states.
@@ -119,9 +113,13 @@ def write(
     cuts: jax.Array | None = None,
     priorities: jax.Array | None = None,
     donate: bool = False,
+    objects: list[list[Any]] | None = None,
 ) -> Any:
-    """Writes items, leaves `[T, E, ...]` or `[T, ...]`, to a state that was checked."""
-    # With `donate`, arrays of a state whose items are on the host are written in place.
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]`, to a state that was checked.
+
+    With `donate`, arrays of a state whose items are on the host are written in place. `objects` are
+    T rows of E objects, for which `items` has numbers without a meaning.
+    """
     others = mask, cuts, priorities
     if buffer.writer.blocks_when_full:
         _check_room(buffer, state, items, mask)
@@ -130,7 +128,7 @@ def write(
             warn_of_copies(buffer, state, 7)
         after = steps.write(buffer, state, casting.copy_arrays(items), *others)
     else:
-        after = _put(buffer, state, items, items, others, donate)
+        after = _put(buffer, state, items, items if objects is None else objects, others, donate)
         if after is None:
             after = steps.write(buffer, state, items, *others)
     if debugging.OBSERVERS:
@@ -237,50 +235,6 @@ def expire(buffer: Buffer, state: BufferState, spec: Item, num_rows: jax.Array |
     return steps.expire(buffer, state, blanks, jnp.asarray(num_rows, jnp.int32))
 
 
-@explained
-def write_objects(
-    buffer: Buffer,
-    state: BufferState,
-    items: Item,
-    mask: jax.Array | None,
-    method: str,
-    priorities: jax.Array | None = None,
-    donate: bool = False,
-) -> Any:
-    """Writes T rows of objects: `items` has T objects, or with `num_envs` T sequences of E."""
-    check_state(buffer, state)
-    if is_one_step(buffer, state, mask, priorities):
-        raise refusal()
-    if isinstance(items, str | bytes | dict) or not isinstance(items, Sequence):
-        raise TypeError(
-            f"{method}: expected a sequence of objects, got {type(items).__name__}. Put them in a "
-            "list; for a single one there is add."
-        )
-    rows = [[item] for item in items] if buffer.num_envs is None else list(map(list, items))
-    for row in rows:
-        if len(row) != buffer.ring.envs:
-            raise ValueError(
-                f"{method}: expected {buffer.ring.envs} objects in a row, one for each "
-                f"environment, got {len(row)}."
-            )
-    rows = [[transforming.inward(buffer.transforms, item) for item in row] for row in rows]
-    lead = () if buffer.num_envs is None else (buffer.num_envs,)
-    if mask is not None:
-        mask = checks.write_mask(method, mask, (len(rows),), lead, buffer.writer)
-    # In compiled parts, a number without a meaning stands for each object.
-    blanks = np.zeros((len(rows), *lead), np.uint8)
-    if priorities is not None:
-        priorities = checks.given_priorities(method, priorities, blanks.shape)
-    if not rows:
-        return state
-    with lengths_of(buffer).padded(state, {"item": blanks}, mask, priorities) as given:
-        arrays, mask, priorities = given
-        rows += [[None] * len(rows[0])] * (len(arrays["item"]) - len(rows))
-        if buffer.writer.blocks_when_full:
-            _check_room(buffer, state, arrays, mask)
-        return _put(buffer, state, arrays, rows, (mask, None, priorities), donate)
-
-
 # Draws.
 
 
@@ -309,8 +263,6 @@ def draw(
         is_drawn = functools.partial(_is_drawn, buffer, state, quiet)
         drawn = run(state, key, beta, {"batch_size": batch_size, "moves": moves}, is_drawn)
     if drawn is None:  # some of the arguments are traced
-        if buffer.storage.of_objects:
-            raise refusal()
         check_state(buffer, state)
         drawn = steps.draw_inside(buffer, state, key, batch_size, beta)
         if debugging.OBSERVERS:
@@ -372,9 +324,9 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
     # The function returns the sampler's state and the sample; None if some arguments are traced.
     # It is cached: between two compiled calls of a Python loop, each call of a function costs a
     # microsecond. A plain function among the transforms may close over a value that changes: it is
-    # called at each draw, and so are the transforms after it.
-    inside = transforming.fixed(buffer.transforms) if buffer.transforms else 0
+    # called at each draw, and so are the transforms after it, and all transforms of objects.
     storage = buffer.storage
+    inside = 0 if storage.of_objects else transforming.fixed(buffer.transforms)
     fixed: Any = buffer
     if inside < len(buffer.transforms):
         fixed = dataclasses.replace(buffer, transforms=buffer.transforms[:inside])
@@ -390,8 +342,7 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
     choose, assemble = _choose_compiled(fixed), _assemble_compiled(fixed)
     # Items that are sampled as they are stored are read at the slots of the anchors, and need no
     # second program.
-    is_plain = fixed.unit.one_row and not storage.assembles
-    is_plain &= storage.of_objects or not fixed.transforms
+    is_plain = fixed.unit.one_row and not fixed.transforms and not storage.assembles
 
     def draw_from_host(state: Any, key: Any, beta: Any, options: dict, is_drawn: Any) -> Any:
         view = storage.view(state.storage)
@@ -405,20 +356,10 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
             device = chosen.mask.sharding if compat.is_committed(chosen.mask) else None
             if is_plain:
                 data = view.rows.fetch(view.version, chosen.indices, device, is_draw=True)
-            else:
-                fetched = to_device(storage.fetch(view, located), device)
-        if not is_plain:
-            stored = storage.with_view(half.storage, view.outlined(fetched))
-            return sampler, assemble(half.replace(storage=stored), chosen, key)
-        if storage.of_objects:
-            mask = np.asarray(chosen.mask)
-            if not mask.all():  # masked entries become None
-                data = [item if real else None for item, real in zip(data, mask, strict=True)]
-            data = data if storage.collate is None else storage.collate(data)
-            if inside:
-                batch = TransformContext(key, chosen.mask, buffer.keys)
-                data = transforming.outward(buffer.transforms[:inside], data, batch)
-        return sampler, chosen.replace(data=data)
+                return sampler, chosen.replace(data=storage.collated(data, chosen.mask))
+            fetched = to_device(storage.fetch(view, located), device)
+        stored = storage.with_view(half.storage, view.outlined(fetched))
+        return sampler, assemble(half.replace(storage=stored), chosen, key)
 
     return inside, draw_from_host
 
@@ -578,12 +519,18 @@ class Wait:
 
 @explained
 def edit(
-    buffer: Buffer, state: BufferState, where: Sample | jax.Array | None, values: Item
+    buffer: Buffer,
+    state: BufferState,
+    where: Sample | jax.Array | None,
+    values: Item,
+    objects: list[Any] | None = None,
 ) -> BufferState:
-    """Sets leaves of held items to `values`, a dict by leaf name; `where=None` is all slots."""
+    """Sets leaves of held items to `values`, a dict by leaf name; `where=None` is all slots.
+
+    For items that are objects, `values` is empty, and `objects` has the new ones.
+    """
     check_state(buffer, state)
-    arrays = None if buffer.storage.of_objects else values  # keys of dicts may have no order
-    if is_one_step(buffer, state, where, arrays):
+    if is_one_step(buffer, state, where, values):
         if not is_traced(state, where, values):
             warn_of_copies(buffer, state)
             where = _light(where)
@@ -591,7 +538,7 @@ def edit(
     if where is None:
         where = jnp.arange(buffer.capacity, dtype=jnp.int32)
     cuts = _cuts_on_host(buffer, state, values)
-    return _with_ends(buffer, _edit_on_host(buffer, state, where, values), cuts)
+    return _with_ends(buffer, _edit_on_host(buffer, state, where, values, objects), cuts)
 
 
 @explained
@@ -617,21 +564,24 @@ def rewrite(
 
 
 def _edit_on_host(
-    buffer: Buffer, state: BufferState, where: Sample | jax.Array, values: Item
+    buffer: Buffer,
+    state: BufferState,
+    where: Sample | jax.Array,
+    values: Item,
+    objects: list[Any] | None = None,
 ) -> BufferState:
     """Edits items on the host; the unit is not updated."""
     storage, view = buffer.storage, buffer.storage.view(state.storage)
-    arrays = {} if storage.of_objects else values
-    after = editing.plan_edit(buffer, for_device(buffer, state), _light(where), arrays)
+    after = editing.plan_edit(buffer, for_device(buffer, state), _light(where), values)
     with view.rows.writing(view.version):
         slots = np.asarray(storage.view(after.storage).planned)
-        version = view.rows.edit(view.version, slots, values)
+        version = view.rows.edit(view.version, slots, values if objects is None else objects)
         return after.replace(storage=storage.with_view(after.storage, view.after(version)))
 
 
 def _cuts_on_host(buffer: Buffer, state: BufferState, values: Item) -> jax.Array | None:
     """Returns `editing.cuts` if an edit of these leaves may change ends of episodes, else None."""
-    if buffer.storage.of_objects or not editing.flags(buffer, state) & set(values):
+    if not editing.flags(buffer, state) & set(values):
         return None
     return editing.cuts(buffer, _with_flags(buffer, state))
 

@@ -7,7 +7,7 @@ edit of observations that several rows share.
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,7 +172,7 @@ def leaves_of(
 @by_description("names")
 def locate_leaves(buffer: Buffer, state: BufferState, names: frozenset[str]) -> Any:
     """Returns where a storage on the host reads all slots `[R, E]` of some leaves."""
-    context, storage = context_of(buffer, state.writer), cast(Any, buffer.storage)
+    context, storage = context_of(buffer, state.writer), buffer.storage
     return storage.locate(context, state.storage, _slots_by_name(context, names))
 
 

@@ -6,7 +6,7 @@ B batch, T time, E environments, N capacity.
 
 import dataclasses
 import functools
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -391,7 +391,7 @@ def _where_after(where: SlotsForLeaf, token: jax.Array) -> SlotsForLeaf:
 
 def locate(buffer: Buffer, state: BufferState, draw: Draw, key: jax.Array) -> Any:
     """Returns where a storage on the host reads the leaves of a draw."""
-    context, storage = context_of(buffer, state.writer), cast(Any, buffer.storage)
+    context, storage = context_of(buffer, state.writer), buffer.storage
     plan = buffer.unit.plan_read(context, state.unit, draw.slots, draw.mask, key)
     return storage.locate(context, state.storage, plan.where)
 

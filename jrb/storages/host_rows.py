@@ -106,7 +106,10 @@ class HostRows(RowsSpec, abc.ABC):
         super().__init__(capacity, spec)
         self.outline: RowsSpec = RowsSpec(capacity, spec)
 
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -311,14 +314,14 @@ class HostView(pytree.State, HostState):
 
     def put(self, slots: jax.Array, items: Item) -> Self:
         """Writes items, leaves `[T, E, ...]`, at slots `[T, E]`."""
-        if not isinstance(self.rows, HostRows):
+        if self.version is None:
             return self.replace(planned=slots)
         leaves = [lax.stop_gradient(casting.raw(leaf)) for leaf in jax.tree.leaves(items)]
         return self.after(call(self.rows.put, VERSION, self.version, slots, *leaves))
 
     def edit(self, slots: jax.Array, values: dict[str, jax.Array]) -> Self:
         """Writes some leaves `[B, ...]`, by name, at slots `[B]`."""
-        if not isinstance(self.rows, HostRows):
+        if self.version is None:
             return self.replace(planned=slots)
         edit, names = self.rows.edit, tuple(values)
         edit_leaves = lambda version, slots, *leaves: edit(
@@ -490,6 +493,10 @@ class HostStorage(Storage):
     def assemble(self, context: Context, state: PartState, located: Any, fetched: Any) -> Item:
         """Returns the items made of rows that were fetched: compiled."""
         return self.view(state).rows.items(fetched)
+
+    def collated(self, data: Any, mask: jax.Array) -> Any:
+        """Returns the data of a sample of single items, outside `jit`."""
+        return data
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Returns the state of the same rows, whose values are not read again."""

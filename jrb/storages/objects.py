@@ -1,31 +1,37 @@
 """A storage of Python objects on the host."""
 
 import copy
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._core import transforming
 from jrb._store.errors import StaleError
 from jrb._util import pytree
 from jrb.ring import Ring
 from jrb.state import Device
 from jrb.storages import host_rows
 from jrb.storages.host_rows import HostRows, HostStorage, HostView, RowsSpec, Version
-from jrb.types import Context, Item
+from jrb.types import Context, Item, SlotsForLeaf
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, object})
 """The types whose objects cannot be changed; of a bare `object()`, only its identity counts."""
 
 
-def refusal() -> TypeError:
+def object_refusal() -> TypeError:
     """Makes the error for a method that cannot work on Python objects."""
     return TypeError(
         "ListStorage: expected to be called outside jit, vmap and scan, with Python objects. Use "
         "jrb.DeviceStorage() there, with items of arrays."
     )
+
+
+def _refuse(*arguments: Any, **further: Any) -> Any:
+    """Raises TypeError, as there are no objects inside `jit`."""
+    raise object_refusal()
 
 
 class ObjectRows(HostRows):
@@ -82,16 +88,7 @@ class ObjectRows(HostRows):
         return objects
 
     # Inside jit there are no objects.
-
-    def put(
-        self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
-    ) -> np.ndarray:
-        """Raises TypeError, as `jit` takes no objects."""
-        raise refusal()
-
-    def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
-        """Raises TypeError, as `jit` returns no objects."""
-        raise refusal()
+    put = read_leaf = _refuse
 
 
 class ObjectsView(HostView):
@@ -101,6 +98,12 @@ class ObjectsView(HostView):
     def host_bytes(self) -> int:
         """0: the sizes of objects are not known."""
         return 0
+
+    def put(self, slots: jax.Array, items: Item) -> Self:
+        """Plans a write; raises TypeError inside `jit`."""
+        if self.version is not None:
+            raise object_refusal()
+        return super().put(slots, items)
 
 
 @pytree.component
@@ -149,11 +152,42 @@ class ListStorage(HostStorage):
         """Returns the state of compiled parts."""
         return ObjectsView(version=None, rows=RowsSpec(context.ring.capacity, {}))
 
+    def read(self, context: Context, state: ObjectsView, where: SlotsForLeaf) -> Item:
+        """Raises TypeError, as `jit` returns no objects."""
+        raise object_refusal()
+
+    def collated(self, data: list[Any], mask: jax.Array) -> Any:
+        """Returns the data of a sample, with None for masked entries."""
+        is_real = np.asarray(mask)
+        if not is_real.all():
+            data = [item if real else None for item, real in zip(data, is_real, strict=True)]
+        return data if self.collate is None else self.collate(data)
+
     def reset(self, ring: Ring, state: ObjectsView, token: jax.Array) -> ObjectsView:
         """Returns a state without objects; older states keep theirs."""
         return state.replace(
             version=jnp.asarray(host_rows.words(0)), rows=ObjectRows(ring.capacity)
         )
+
+
+def object_rows(buffer: Any, items: Any, method: str) -> list[list[Any]]:
+    """Returns T rows of E objects to store.
+
+    `items` has T objects; with `num_envs`, it has T sequences of E.
+    """
+    if isinstance(items, str | bytes | dict) or not isinstance(items, Sequence):
+        raise TypeError(
+            f"{method}: expected a sequence of objects, got {type(items).__name__}. Put them in a "
+            "list; for a single one there is add."
+        )
+    rows = [[item] for item in items] if buffer.num_envs is None else list(map(list, items))
+    for row in rows:
+        if len(row) != buffer.ring.envs:
+            raise ValueError(
+                f"{method}: expected {buffer.ring.envs} objects in a row, one for each "
+                f"environment, got {len(row)}."
+            )
+    return [[transforming.inward(buffer.transforms, item) for item in row] for row in rows]
 
 
 def _copy_item(item: Any) -> Any:
