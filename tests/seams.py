@@ -9,7 +9,7 @@ import shutil
 
 import numpy as np
 
-from jrb._core import eager, memory, validate
+from jrb._core import host_calls, memory, validate
 from jrb._store import blocks, files, threads
 from jrb.checkpoint import hdf5
 
@@ -67,7 +67,7 @@ def use_one_thread(monkeypatch):
 
 def write_small_states_in_place(monkeypatch):
     """Makes compiled methods write small states in place too; by default they are copied."""
-    monkeypatch.setattr(eager, "_MANY_ELEMENTS", 0)
+    monkeypatch.setattr(host_calls, "_MANY_ELEMENTS", 0)
 
 
 def read_in_pieces(monkeypatch, size, on_device=False):

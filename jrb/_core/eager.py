@@ -1,9 +1,7 @@
 """The methods outside `jit`, for items on the device or on the host.
 
-For items on the device, a method is one call of its compiled step. For items on the host it is host
-code between compiled parts, which plan the slots to write and read, and work on what was fetched
-(see `jrb.storages.host_rows`). With traced arguments, a method adds its step to the program that is
-traced.
+For items on the device, a method is one call of its compiled step. For items on the host, see
+`jrb._core.host_calls`. With traced arguments, a method adds its step to the program that is traced.
 """
 
 import dataclasses
@@ -16,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import debugging, editing, steps, transforming
+from jrb._core import debugging, editing, host_calls, steps, transforming
 from jrb._core.lengths import lengths_of
 from jrb._core.validate import (
     blank,
@@ -25,40 +23,27 @@ from jrb._core.validate import (
     check_state,
     compiled_blank,
     explained,
-    for_device,
+    is_traced,
+    is_tracer,
     on_host,
     warn_of_copies,
 )
 from jrb._util import casting, pytree
-from jrb._util.pytree import Leaf, SpecKey
-from jrb._xla import compat
+from jrb._util.pytree import SpecKey
 from jrb._xla.compiling import (
-    by_description,
     kept_by_description,
     per_description,
     standalone_program,
 )
 from jrb.state import Buffer, BufferState, Device, Sample
-from jrb.storages.host_rows import to_device
 from jrb.types import Item, PrioritizedSampler, TransformContext
 from jrb.types.messages import PartState
-
-_MANY_ELEMENTS = 1 << 14  # of an array that takes longer to copy than one more compiled call
 
 
 def copy_if_owned(array: jax.Array, state: PartState) -> jax.Array:
     """Returns an array; a copy if it is a leaf of the state, which may be donated later."""
     is_own = any(array is leaf for leaf in jax.tree.leaves(state))
     return jnp.copy(array) if is_own and not is_tracer(array) else array
-
-
-def is_traced(*arguments: Any) -> bool:
-    """Returns True if any leaf of the arguments is a tracer."""
-    return any(map(is_tracer, jax.tree.leaves(arguments)))
-
-
-def is_tracer(leaf: Leaf) -> bool:
-    return isinstance(leaf, jax.core.Tracer)
 
 
 def is_one_step(buffer: Buffer, *arguments: Any) -> bool:
@@ -72,13 +57,7 @@ def is_one_step(buffer: Buffer, *arguments: Any) -> bool:
 def init(buffer: Buffer, spec: Item, device: Device) -> Any:
     """Returns an empty state; `spec` has the specs of a stored item."""
     state = make_device_state(buffer, spec, device)
-    if not on_host(buffer):
-        return state
-    storage = buffer.storage
-    rows = storage.make_rows(buffer.ring, spec, is_chronological=buffer.writer.is_chronological)
-    view = storage.view(state.storage).replace(rows=rows).after(np.zeros(2, np.uint32))
-    stored = storage.with_view(state.storage, view)
-    return state.replace(storage=stored if device is None else jax.device_put(stored, device))
+    return host_calls.with_rows(buffer, state, spec, device) if on_host(buffer) else state
 
 
 def make_device_state(buffer: Buffer, spec: Item, device: Device = None) -> Any:
@@ -128,7 +107,7 @@ def write(
             warn_of_copies(buffer, state, 7)
         after = steps.write(buffer, state, casting.copy_arrays(items), *others)
     else:
-        after = _put(buffer, state, items, items if objects is None else objects, others, donate)
+        after = host_calls.write(buffer, state, items, others, donate, objects)
         if after is None:
             after = steps.write(buffer, state, items, *others)
     if debugging.OBSERVERS:
@@ -157,62 +136,6 @@ def can_add(buffer: Buffer, state: BufferState) -> jax.Array:
     return steps.can_write(buffer, state.replace(storage=None))
 
 
-def _put(
-    buffer: Buffer, state: BufferState, arrays: Item, items: Item, others: tuple, donate: bool
-) -> Any:
-    """Writes items to a storage on the host; returns None if some arguments are traced.
-
-    `arrays` are the items for compiled parts, `items` those for the storage, `others` the further
-    arguments of `steps.write`. With `donate`, arrays of the state are written in place.
-    """
-    storage, half = buffer.storage, for_device(buffer, state)
-    view = storage.view(state.storage)
-    # In place, the slots are planned first, and the state's arrays are written last: if the disk is
-    # full, or an interrupt comes earlier, the state is unchanged. Planning costs one more call, so
-    # small arrays are copied instead.
-    in_place = donate and view.rows.takes_back
-    if in_place and max(leaf.size for leaf in jax.tree.leaves(half)) > _MANY_ELEMENTS:
-        after, slots = None, _plan_slots(buffer, half, arrays, *others)
-    else:
-        after = steps.write(buffer, half, arrays, *others)
-        slots = storage.view(after.storage).planned
-    if is_traced(slots, after):
-        return None
-    if after is not None:
-        return write_planned(buffer, state, after, items)
-    with view.rows.writing(view.version):
-        version = view.rows.put_items(view.version, slots, items)
-        after = _write_in_place(buffer, half, arrays, *others)
-        return after.replace(storage=storage.with_view(after.storage, view.after(version)))
-
-
-def write_planned(buffer: Buffer, state: BufferState, after: BufferState, items: Item) -> Any:
-    """Returns the state `after` a compiled plan, whose items the host has written."""
-    storage = buffer.storage
-    view, slots = storage.view(state.storage), storage.view(after.storage).planned
-    with view.rows.writing(view.version):
-        version = view.rows.put_items(view.version, slots, items)
-        return after.replace(storage=storage.with_view(after.storage, view.after(version)))
-
-
-@by_description()
-@standalone_program
-def _plan_slots(
-    buffer: Buffer, state: BufferState, items: Item, *others: jax.Array | None
-) -> jax.Array:
-    """Returns the slots that a storage on the host will write; XLA drops all other results."""
-    after = steps.write(buffer, state, items, *others)
-    return buffer.storage.view(after.storage).planned
-
-
-@by_description(donated=("state",))
-@standalone_program
-def _write_in_place(
-    buffer: Buffer, state: BufferState, items: Item, *others: jax.Array | None
-) -> BufferState:
-    return steps.write(buffer, state, items, *others)
-
-
 def fill(
     buffer: Buffer,
     state: BufferState,
@@ -225,7 +148,7 @@ def fill(
     with lengths_of(buffer).padded(state, items, mask, cuts) as (items, mask, cuts):
         if on_host(buffer):
             return write(buffer, state, items, mask, cuts)
-        return _write_in_place(buffer, state, casting.copy_arrays(items), mask, cuts)
+        return steps.write_in_place(buffer, state, casting.copy_arrays(items), mask, cuts)
 
 
 def expire(buffer: Buffer, state: BufferState, spec: Item, num_rows: jax.Array | np.ndarray) -> Any:
@@ -326,7 +249,8 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
     # microsecond. A plain function among the transforms may close over a value that changes: it is
     # called at each draw, and so are the transforms after it, and all transforms of objects.
     storage = buffer.storage
-    inside = 0 if storage.of_objects else transforming.fixed(buffer.transforms)
+    inside = transforming.fixed(buffer.transforms) if buffer.transforms else 0
+    inside = 0 if storage.of_objects else inside
     fixed: Any = buffer
     if inside < len(buffer.transforms):
         fixed = dataclasses.replace(buffer, transforms=buffer.transforms[:inside])
@@ -339,29 +263,7 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
 
         return inside, draw_on_device
 
-    choose, assemble = _choose_compiled(fixed), _assemble_compiled(fixed)
-    # Items that are sampled as they are stored are read at the slots of the anchors, and need no
-    # second program.
-    is_plain = fixed.unit.one_row and not fixed.transforms and not storage.assembles
-
-    def draw_from_host(state: Any, key: Any, beta: Any, options: dict, is_drawn: Any) -> Any:
-        view = storage.view(state.storage)
-        if is_traced(view):
-            return None
-        half = for_device(buffer, state)
-        with view.rows.drawing():  # nothing is overwritten meanwhile
-            sampler, chosen, located = choose(half, key, beta, **options, is_plain=is_plain)
-            if not is_drawn(chosen.mask):
-                return None
-            device = chosen.mask.sharding if compat.is_committed(chosen.mask) else None
-            if is_plain:
-                data = view.rows.fetch(view.version, chosen.indices, device, is_draw=True)
-                return sampler, chosen.replace(data=storage.collated(data, chosen.mask))
-            fetched = to_device(storage.fetch(view, located), device)
-        stored = storage.with_view(half.storage, view.outlined(fetched))
-        return sampler, assemble(half.replace(storage=stored), chosen, key)
-
-    return inside, draw_from_host
+    return inside, host_calls.draw_program(fixed)
 
 
 @per_description("batch_size", "moves")
@@ -374,34 +276,6 @@ def _draw_compiled(
     sampler, sample = steps.draw(buffer, state, key, batch_size, beta)
     # A compiled function copies what it returns, so the sampler is returned only if it moves.
     return sampler if moves else None, sample
-
-
-@per_description("batch_size", "moves", "is_plain")
-@standalone_program
-def _choose_compiled(
-    buffer: Buffer,
-    state: BufferState,
-    key: jax.Array,
-    beta: Any,
-    batch_size: int,
-    moves: bool,
-    is_plain: bool,
-) -> tuple[Any, Any, Any]:
-    """Runs the part of a draw that comes before items are fetched from the host.
-
-    Returns:
-        The sampler's state, or None unless it `moves`; the `Draw`, or if `is_plain` the sample
-        without its data; where the host reads the leaves, or if `is_plain` None.
-    """
-    check(buffer, state)
-    sampler, chosen = steps.draw(buffer, state, key, batch_size, beta, read=False)
-    sampler = sampler if moves else None
-    if is_plain:
-        return sampler, steps.assemble(buffer, state, chosen, key, read=False), None
-    return sampler, chosen, steps.locate(buffer, state, chosen, key)
-
-
-_assemble_compiled = per_description()(steps.assemble)
 
 
 @explained
@@ -427,8 +301,7 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
             )
     if is_one_step(buffer, state, indices):
         return steps.take(buffer, state, indices)
-    view = buffer.storage.view(state.storage)
-    return view.rows.fetch(view.version, np.asarray(indices))
+    return host_calls.take(buffer, state, np.asarray(indices))
 
 
 # Methods that leave items alone: outside `jit`, the items are not passed to the compiled step.
@@ -535,10 +408,8 @@ def edit(
             warn_of_copies(buffer, state)
             where = _light(where)
         return editing.edit(buffer, state, where, casting.copy_arrays(values))
-    if where is None:
-        where = jnp.arange(buffer.capacity, dtype=jnp.int32)
-    cuts = _cuts_on_host(buffer, state, values)
-    return _with_ends(buffer, _edit_on_host(buffer, state, where, values, objects), cuts)
+    where = jnp.arange(buffer.capacity, dtype=jnp.int32) if where is None else _light(where)
+    return host_calls.edit(buffer, state, where, values, objects)
 
 
 @explained
@@ -551,53 +422,4 @@ def rewrite(
         if not is_traced(state):
             warn_of_copies(buffer, state)
         return editing.rewrite(buffer, state, function, batch_size)
-    order, count = steps.in_order(buffer, state.writer)
-    # Oldest first, as inside `jit`.
-    slots, compiled, cuts = np.asarray(order)[: int(count)], jax.jit(function), None
-    for start in range(0, len(slots), batch_size):
-        part = jnp.asarray(slots[start : start + batch_size])
-        values = compiled(take(buffer, state, part))
-        if not start:
-            cuts = _cuts_on_host(buffer, state, values)
-        state = _edit_on_host(buffer, state, part, values)
-    return _with_ends(buffer, state, cuts)
-
-
-def _edit_on_host(
-    buffer: Buffer,
-    state: BufferState,
-    where: Sample | jax.Array,
-    values: Item,
-    objects: list[Any] | None = None,
-) -> BufferState:
-    """Edits items on the host; the unit is not updated."""
-    storage, view = buffer.storage, buffer.storage.view(state.storage)
-    after = editing.plan_edit(buffer, for_device(buffer, state), _light(where), values)
-    with view.rows.writing(view.version):
-        slots = np.asarray(storage.view(after.storage).planned)
-        version = view.rows.edit(view.version, slots, values if objects is None else objects)
-        return after.replace(storage=storage.with_view(after.storage, view.after(version)))
-
-
-def _cuts_on_host(buffer: Buffer, state: BufferState, values: Item) -> jax.Array | None:
-    """Returns `editing.cuts` if an edit of these leaves may change ends of episodes, else None."""
-    if not editing.flags(buffer, state) & set(values):
-        return None
-    return editing.cuts(buffer, _with_flags(buffer, state))
-
-
-def _with_ends(buffer: Buffer, state: BufferState, cuts: jax.Array | None) -> BufferState:
-    """Rebuilds unit and sampler after an edit that changed ends of episodes."""
-    if cuts is None:
-        return state
-    after = editing.with_ends(buffer, _with_flags(buffer, state), cuts)
-    return after.replace(storage=state.storage)
-
-
-def _with_flags(buffer: Buffer, state: BufferState) -> Any:
-    """Returns the state for `editing`, with fetched flags of ends in place of all items."""
-    storage, half = buffer.storage, for_device(buffer, state)
-    view, flags = storage.view(state.storage), frozenset(editing.flags(buffer, state))
-    with view.rows.drawing():
-        fetched = storage.fetch(view, editing.locate_leaves(buffer, half, flags))
-    return state.replace(storage=storage.with_view(half.storage, view.outlined(fetched)))
+    return host_calls.rewrite(buffer, state, function, batch_size)

@@ -14,7 +14,7 @@ from jax import lax
 
 from jrb._core import transforming
 from jrb._xla import dependencies, gather
-from jrb._xla.compiling import by_description
+from jrb._xla.compiling import by_description, standalone_program
 from jrb.keys import episode_changes
 from jrb.state import Buffer, BufferState, Sample, origin_of
 from jrb.types import (
@@ -133,6 +133,9 @@ def write(
         first_slot=plan.starts[0] if plan.consecutive else None,
     )
     return _indexed(buffer, context, state, writer, plan, items, incoming)
+
+
+write_in_place = by_description(donated=("state",))(standalone_program(write))
 
 
 def _write_row_by_row(buffer: Buffer, state: BufferState, *arguments: Any) -> BufferState:

@@ -95,6 +95,15 @@ def check_slots(slots: int) -> None:
         )
 
 
+def is_traced(*arguments: Any) -> bool:
+    """Returns True if any leaf of the arguments is a tracer."""
+    return any(map(is_tracer, jax.tree.leaves(arguments)))
+
+
+def is_tracer(leaf: Leaf) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
+
+
 def on_host(buffer: Buffer) -> bool:
     """Returns True if the storage keeps items on the host."""
     return isinstance(buffer.storage, HostStorage)
@@ -112,7 +121,11 @@ def check_state(buffer: Buffer, state: BufferState) -> None:
 
 def for_device(buffer: Buffer, state: BufferState) -> Any:
     """Returns the state for compiled parts of methods, without rows on the host."""
-    return state.replace(storage=buffer.storage.for_device(state.storage))
+    if not on_host(buffer):
+        return state
+    storage = buffer.storage
+    view = storage.view(state.storage).outlined()
+    return state.replace(storage=storage.with_view(state.storage, view))
 
 
 def check_kind(buffer: Buffer, state: BufferState) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jrb._core import steps
-from jrb._core.eager import write_planned
+from jrb._core.host_calls import write_planned
 from jrb._core.validate import for_device
 from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer

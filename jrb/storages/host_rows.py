@@ -419,10 +419,6 @@ class HostStorage(Storage):
         """Returns the state of compiled parts; `attach` gives it rows."""
         return HostView(version=None, rows=RowsSpec(context.ring.capacity, spec))
 
-    def for_device(self, state: PartState) -> Any:
-        """Returns the state of compiled parts."""
-        return self.with_view(state, self.view(state).outlined())
-
     def without_plan(self, state: PartState) -> tuple[Any, jax.Array | None]:
         """Returns the state, and the slots that the host has still to write."""
         view = self.view(state)

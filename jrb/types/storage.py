@@ -63,10 +63,6 @@ class Storage(abc.ABC):
         """
         return None
 
-    def for_device(self, state: PartState) -> Any:
-        """Returns the state for compiled parts of methods; without what is on the host."""
-        return state
-
     def without_plan(self, state: PartState) -> tuple[Any, jax.Array | None]:
         """Returns the state, and the slots int32 `[T, E]` that the host has still to write."""
         return state, None
