@@ -21,7 +21,6 @@ from jrb._util.pytree import SpecKey
 from jrb._util.wording import bytes_text
 from jrb.jaxpr_search import CopySearch, Finding, large_constants, without_ones
 from jrb.state import BufferState
-from jrb.storages import HostStorage
 
 _CALLS = 5  # calls that are timed, after a first one
 
@@ -200,7 +199,7 @@ def _parts(step: Any, args: tuple) -> tuple[tuple[str, int, float], ...]:
     def note(method: str, buffer: Any, state: Any, arguments: dict, result: Any) -> None:
         size = result[1].indices.shape[0] if method == "sample" else None
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, arguments))
-        if not isinstance(buffer.storage, HostStorage):  # it would be written to
+        if not buffer.storage.is_on_host:  # it would be written to
             call = method, buffer, size, SpecKey(specs)
             calls[call] = calls.get(call, 0) + 1
 

@@ -35,7 +35,6 @@ from jrb._util.pytree import PyTree, SpecKey
 from jrb.buffer import ReplayBuffer
 from jrb.doctor import doctor as doctor
 from jrb.state import BufferState, Sample
-from jrb.storages import HostStorage
 from jrb.types import Item, MissingMethodError, PrioritizedSampler, ShardedSampler
 
 __all__ = ["conform", "consumed", "growth", "rows"]
@@ -64,7 +63,7 @@ def conform(make: Make, example: Item) -> None:
     check_chunks(make, example)
     check_saved(make, example)
     check_drawn(make(64), example)
-    if isinstance(make(64).storage, HostStorage):
+    if make(64).storage.is_on_host:
         check_on_host(make, example)
         return
     for check in (
@@ -172,7 +171,7 @@ def check_description(make: Make) -> None:
     """Checks that equal descriptions hash equal, pickle, and do not retrace as arguments."""
     one = make(64)
     # Two buffers over files have two paths, and are not equal.
-    other = dataclasses.replace(one) if isinstance(one.storage, HostStorage) else make(64)
+    other = dataclasses.replace(one) if one.storage.is_on_host else make(64)
     _expect(one == other and hash(one) == hash(other), "equal descriptions hash equal")
     _expect(pickle.loads(pickle.dumps(one)) == one, "a description pickles")
     capacity: Any = jax.jit(lambda buffer: buffer.capacity)

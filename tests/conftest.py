@@ -52,19 +52,22 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Marks Markdown pages as slow, and three of four parameter sets of each slow test as long.
+    """Marks pages as slow, and further parameter sets of tests as slow or long.
 
-    Pages compile complete programs. Tests marked `faults` or `whole` keep all parameter sets.
+    Markdown pages compile complete programs. Of a quick test, one of three parameter sets stays in
+    the quick part; of a slow one, one of four is not long. Slow tests marked `faults` or `whole`
+    keep all parameter sets.
     """
     sets = collections.Counter()
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if item.path.suffix == ".md" or marks & {"cluster", "long"}:
             item.add_marker(pytest.mark.slow)
-        elif "slow" in marks and not marks & {"faults", "whole"}:
+        elif "slow" not in marks or not marks & {"faults", "whole"}:
             test = item.nodeid.partition("[")[0]
-            if sets[test] % 4:
-                item.add_marker(pytest.mark.long)
+            is_slow = "slow" in marks
+            if sets[test] % (4 if is_slow else 3):
+                item.add_marker(pytest.mark.long if is_slow else pytest.mark.slow)
             sets[test] += 1
 
 

@@ -34,6 +34,7 @@ def rewards(reached, goal):
     return {"a": one_reward(reached, goal), "b": -one_reward(reached, goal)}
 
 
+@pytest.mark.slow
 def test_goals_give_each_agent_its_reward():
     items = rows()
     unit_of = lambda reward: jrb.Hindsight(reward, ratio=0.7, unit=jrb.NStep(3, 0.5))

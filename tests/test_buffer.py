@@ -149,6 +149,7 @@ def bits_of(array):
     return np.asarray(array).view(np.uint8) if np.asarray(array).size else np.asarray(array)
 
 
+@pytest.mark.slow
 def test_every_dtype_comes_back_bit_for_bit():
     buffer = jrb.ReplayBuffer(capacity=6, num_envs=2, batch_size=8)
     stack = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * 2), EXACT)

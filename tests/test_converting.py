@@ -106,6 +106,7 @@ def test_rebuild_keeps_slots_and_draws(name):
     assert_continues(buffer, state, buffer, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["memmap", *(pytest.param(it, marks=pytest.mark.slow) for it in ("prioritized", "lanes"))],
@@ -129,6 +130,7 @@ def test_load_from_hdf5_with_another_batch_size(tmp_path):
     chex.assert_trees_all_equal(sample.indices, expected.indices)
 
 
+@pytest.mark.slow
 def test_a_store_is_converted_to_another_path(tmp_path):
     old = jrb.MemmapStorage(tmp_path / "old")
     buffer, state = filled({"storage": old, **PRIORITIZED})
@@ -215,6 +217,7 @@ def test_ranks_that_change_are_ranked_again():
     )
 
 
+@pytest.mark.slow
 def test_another_capacity_keeps_priorities():
     buffer, state = filled({"sampler": jrb.Prioritized()})
     smaller = dataclasses.replace(buffer, capacity=10)
@@ -304,6 +307,7 @@ def test_a_dump_is_converted_before_or_after_it_became_a_state(name, capacity):
         after, expected = new.add(one[0], item), new.add(two[0], item)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [False, True], ids=["device", "files"])
 def test_the_buffer_of_a_dataset_is_converted(files, tmp_path):
     dataset = jrb.datasets.open(DATA / "minari" / "cartpole-v0")

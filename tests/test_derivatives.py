@@ -118,6 +118,7 @@ def total(tree):
     return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree) if leaf.dtype == jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_method_returns_does_not_depend_on_parameters(name):
     call = CALLS[name]
@@ -142,6 +143,7 @@ def test_nor_under_other_transformations(name):
         np.testing.assert_array_equal(jax.vmap(jax.grad(loss))(jnp.array([1.0, 3.0])), [2, 6])
 
 
+@pytest.mark.slow
 def test_what_a_transform_makes_of_a_batch_depends_on_its_parameters():
     _, state, _ = held()
 

@@ -98,6 +98,7 @@ COPIES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COPIES)
 def test_copies_are_found_with_their_argument_and_line(case):
     make, problem, line, mend = COPIES[case]
@@ -158,6 +159,7 @@ IN_PLACE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", IN_PLACE)
 def test_nothing_is_found_where_nothing_is_copied(case):
     step, *arguments = IN_PLACE[case]()

@@ -47,6 +47,7 @@ def message(call):
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: type(case[0]).__name__)
 def test_short_episodes_are_named_and_the_cure_works(case):
     unit, need, cure = case

@@ -114,6 +114,7 @@ def steps_of(envs, count):
         observation, ended = stepped[0], stepped[2] | stepped[3]
 
 
+@pytest.mark.slow
 def test_a_buffer_for_resets_in_the_next_step_refuses_writes_without_a_mask():
     envs = SyncVectorEnv([lambda n=n: Counting(n, False) for n in LENGTHS])
     buffer, example = jrb.from_gymnasium(envs, 60, batch_size=3, sampler=jrb.Prioritized())
@@ -340,6 +341,7 @@ class Wrapped:
         return self._mapped(lambda a: self.env.step(None, a), action)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "options", "observation"),
     [

@@ -101,6 +101,7 @@ def test_flags_of_the_observation_beside_those_of_the_next_are_no_roles():
     init(jrb.TED, {"observation": np.float32(0), **flags, "next": after}, jrb.NStep(2, 0.9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "ends"),
     [

@@ -156,6 +156,7 @@ def test_from_nothing_compiled_methods_draw_nothing():
         jrb.jitted(3)
 
 
+@pytest.mark.slow
 def test_compiled_methods_of_a_mix():
     one = jrb.ReplayBuffer(20, sampler=jrb.Prioritized())
     other = jrb.ReplayBuffer(10)
@@ -187,6 +188,7 @@ def test_a_large_copy_is_told_once():
         buffer.add(state, {"x": jnp.ones(64)})
 
 
+@pytest.mark.slow
 def test_a_large_copy_of_shards_is_told_and_what_leaves_items_alone_copies_none():
     buffer = jrb.ReplayBuffer(5002, num_envs=2, batch_size=2, sampler=jrb.Prioritized())
     sharded = jrb.Sharded(buffer, shards=2)
@@ -377,6 +379,7 @@ def test_states_that_were_donated_are_told_of(parts):
     assert int(methods.size(new)) == 5
 
 
+@pytest.mark.slow
 def test_every_method_tells_of_a_state_that_was_donated():
     buffer = jrb.ReplayBuffer(8, batch_size=2, sampler=jrb.Prioritized())
     methods = jrb.jitted(buffer)
@@ -493,6 +496,7 @@ def test_a_missing_argument_is_named_with_the_method():
         methods.newest(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sample", "draw"])
 @pytest.mark.parametrize("storage", [None, "host"])
 def test_a_seed_gives_what_its_key_gives(method, storage):

@@ -77,6 +77,7 @@ def test_each_part_covers_the_whole_distribution_of_its_buffer(traced):
     assert ((seen - expected) ** 2 / expected).sum() < 24.3  # chi-square, 7 degrees, p = 0.001
 
 
+@pytest.mark.slow
 def test_priorities_find_their_buffer():
     parts = (buffer(sampler=jrb.Prioritized(eps=0.0)), buffer(), buffer(sampler=jrb.Prioritized()))
     mix = jrb.Mix(parts, (0.5, 0.25, 0.25), batch_size=16)
@@ -115,6 +116,7 @@ def test_an_empty_part_is_masked_inside_jit_and_raises_outside():
     assert sample.weights.tolist() == [0, 0, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_buffer_without_mass_is_masked_inside_jit_and_raises_outside(exact):
     parts = buffer(), buffer(sampler=jrb.Prioritized(eps=0.0))

@@ -40,6 +40,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_sample_of_another_description_is_refused(name):
     buffer, other = buffer_of(), buffer_of(**OTHERS[name])
@@ -128,6 +129,7 @@ assert origin_of(buffer) == sample.origin
     subprocess.run([sys.executable, "-c", program, str(path)], check=True, env=environment)
 
 
+@pytest.mark.slow
 def test_a_mix_and_shards_have_origins_of_their_own():
     buffer, other = buffer_of(num_envs=2), buffer_of(num_envs=2, capacity=32)
     states = filled(buffer), filled(other)

@@ -109,6 +109,7 @@ CASES: dict[str, tuple[Callable[[Any, Any, Any], Any], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("storage", [jrb.DeviceStorage, jrb.MemmapStorage])

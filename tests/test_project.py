@@ -172,6 +172,7 @@ def test_no_function_has_the_name_of_a_module():
         assert name not in rooms or inspect.ismodule(getattr(jrb, name))
 
 
+@pytest.mark.slow
 def test_a_bare_import_is_without_jax():
     code = "import jrb, sys; assert 'jax' not in sys.modules and 'load' in dir(jrb)"
     code += "; import jrb.checkpoint; jrb.rebuild, jrb.datasets; from jrb import *; load, ring"

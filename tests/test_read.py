@@ -101,6 +101,7 @@ def ends(rng, rows, envs):
     return {"observation": zero, "next": {"observation": zero, "reward": zero + 1, "done": done}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "writer", [jrb.RoundRobin(), jrb.PerEnvironment()], ids=["together", "lanes"]
 )

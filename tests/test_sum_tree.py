@@ -163,6 +163,7 @@ def within(capacity, numbers):
     return [n if n < 0 else n % (capacity + 2) for n in numbers]
 
 
+@pytest.mark.slow
 @hypothesis.given(shape=st.sampled_from(FEW_SHAPES), stream=batches)
 def test_updates_follow_the_reference(shape, stream):
     tree, expected = sum_tree.init(*shape), np.zeros(shape[0], np.float32)
@@ -176,6 +177,7 @@ def test_updates_follow_the_reference(shape, stream):
     assert abs(float(total(tree)) - expected.sum(dtype=np.float64)) <= rounding(tree)
 
 
+@pytest.mark.slow
 @hypothesis.given(
     shape=st.sampled_from(FEW_SHAPES),
     masses=st.lists(any_mass, min_size=1, max_size=64),
@@ -378,6 +380,7 @@ def beyond(tree):
     return floats([*near, whole * np.float32(1.5), TOP, np.inf])
 
 
+@pytest.mark.slow
 @in_shapes
 def test_points_beyond_the_total_get_the_last_leaf_of_positive_mass(capacity, branching):
     masses = small_integers(capacity, seed=6)
@@ -540,6 +543,7 @@ def test_integer_and_half_precision_masses_are_taken():
         assert leaves(after).tolist() == [0, 0, 3, 0, 0, 1, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_jit_equals_eager():
     rng, key = np.random.default_rng(9), jax.random.key(9)
     indices = jnp.asarray(rng.integers(-3, 520, 64), jnp.int32)
@@ -561,6 +565,7 @@ def stack(each):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
 
+@pytest.mark.slow
 def test_vmap_equals_a_loop():
     rng = np.random.default_rng(10)
     each = [full(rng.random(513) * (rng.random(513) < 0.8)) for _ in range(4)]
@@ -681,6 +686,7 @@ def test_the_last_leaf_of_a_huge_tree_is_found(capacity, branching):
     assert sample(tree, jax.random.key(0), 4, True).tolist() == [capacity - 1] * 4
 
 
+@pytest.mark.slow
 def test_trees_of_any_sizes_are_searched_in_one_optimized_program():
     """Runs without the tests' XLA flags, which disable optimizations that may be wrong."""
     program = """

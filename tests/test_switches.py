@@ -143,6 +143,7 @@ def cases():
             yield pytest.param(switch, parts, marks=marks, id=f"{switch}, {parts}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("switch", "parts"), list(cases()))
 def test_compositions_work_under_every_switch(switch, parts):
     buffer = jrb.ReplayBuffer(10, num_envs=E, batch_size=B, **PARTS[parts])

@@ -89,11 +89,13 @@ def run(program, paths):
     return subprocess.run(command, input=program, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_what_needs_no_locks_works(paths):
     ran = run(SETUP + "".join(WORKS.values()), paths)
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_what_needs_locks_says_so_and_leaves_nothing(paths):
     calls = "".join(f"calls[{name!r}] = lambda: {call}\n" for name, call in RAISES.items())
     check = """
@@ -110,6 +112,7 @@ assert os.listdir(folder) == []
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_importing_takes_no_module_that_windows_lacks():
     code = (
         "import sys; sys.modules['fcntl'] = None; import jrb, jrb.checkpoint, jrb.datasets, jrb.cli"

@@ -63,6 +63,7 @@ UNITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
 @pytest.mark.parametrize(
     "later", [0, 5, *(pytest.param(later, marks=pytest.mark.slow) for later in (3, 9))]
@@ -82,6 +83,7 @@ def test_real_rows_that_are_still_there_are_written(unit, later):
         np.testing.assert_array_equal(found["observation"], before["observation"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
     [
@@ -150,6 +152,7 @@ def test_an_emptied_buffer_is_left_alone():
     assert not buffer.take(after, jnp.arange(16))["latent"].any()
 
 
+@pytest.mark.slow
 def test_shards_write_their_own_windows():
     buffer = jrb.ReplayBuffer(ROWS * ENVS, num_envs=ENVS, batch_size=16, unit=jrb.Sequence(L))
     sharded = jrb.Sharded(buffer, shards=2)

@@ -57,7 +57,14 @@ def is_one_step(buffer: Buffer, *arguments: Any) -> bool:
 def init(buffer: Buffer, spec: Item, device: Device) -> Any:
     """Returns an empty state; `spec` has the specs of a stored item."""
     state = make_device_state(buffer, spec, device)
-    return host_calls.with_rows(buffer, state, spec, device) if on_host(buffer) else state
+    if not on_host(buffer):
+        return state
+    # The state has the outline of its rows, which are made here.
+    storage = buffer.storage
+    rows = storage.make_rows(buffer.ring, spec, is_chronological=buffer.writer.is_chronological)
+    view = storage.view(state.storage).replace(rows=rows).after(np.zeros(2, np.uint32))
+    stored = storage.with_view(state.storage, view)
+    return state.replace(storage=stored if device is None else jax.device_put(stored, device))
 
 
 def make_device_state(buffer: Buffer, spec: Item, device: Device = None) -> Any:

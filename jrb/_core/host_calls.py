@@ -16,20 +16,10 @@ from jrb._core import editing, steps
 from jrb._core.validate import check, for_device, is_traced
 from jrb._xla import compat
 from jrb._xla.compiling import by_description, per_description, standalone_program
-from jrb.state import Buffer, BufferState, Device
-from jrb.storages.host_rows import to_device
+from jrb.state import Buffer, BufferState
 from jrb.types import Item
 
 _MANY_ELEMENTS = 1 << 14  # of an array that takes longer to copy than one more compiled call
-
-
-def with_rows(buffer: Buffer, state: BufferState, spec: Item, device: Device) -> Any:
-    """Returns a state of compiled parts with new rows on the host, which are zeros."""
-    storage = buffer.storage
-    rows = storage.make_rows(buffer.ring, spec, is_chronological=buffer.writer.is_chronological)
-    view = storage.view(state.storage).replace(rows=rows).after(np.zeros(2, np.uint32))
-    stored = storage.with_view(state.storage, view)
-    return state.replace(storage=stored if device is None else jax.device_put(stored, device))
 
 
 # Writes.
@@ -113,7 +103,7 @@ def draw_program(buffer: Buffer) -> Callable[..., Any]:
             if is_plain:
                 data = view.rows.fetch(view.version, chosen.indices, device, is_draw=True)
                 return sampler, chosen.replace(data=storage.collated(data, chosen.mask))
-            fetched = to_device(storage.fetch(view, located), device)
+            fetched = view.rows.to_device(storage.fetch(view, located), device)
         stored = storage.with_view(half.storage, view.outlined(fetched))
         return sampler, assemble(half.replace(storage=stored), chosen, key)
 

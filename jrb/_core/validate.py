@@ -26,7 +26,6 @@ from jrb._xla.compiling import entry, kept_by_description
 from jrb.keys import no_numbers
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
-from jrb.storages.host_rows import HostStorage
 from jrb.types import DrawCounts, HostState, Item, PrioritizedSampler
 from jrb.types.messages import PartState
 
@@ -106,7 +105,7 @@ def is_tracer(leaf: Leaf) -> bool:
 
 def on_host(buffer: Buffer) -> bool:
     """Returns True if the storage keeps items on the host."""
-    return isinstance(buffer.storage, HostStorage)
+    return buffer.storage.is_on_host
 
 
 def check_state(buffer: Buffer, state: BufferState) -> None:

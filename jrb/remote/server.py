@@ -18,7 +18,7 @@ from jrb.remote.gate import ray
 from jrb.remote.ledger import Ledger
 from jrb.remote.setup import Setup
 from jrb.state import BufferState, Sample
-from jrb.storages import HostStorage, MemmapStorage, SpillStorage
+from jrb.storages import MemmapStorage, SpillStorage
 
 _fold_in = jax.jit(jax.random.fold_in)
 
@@ -229,7 +229,7 @@ class Server:
 
     def _ask(self, count: int, beta: float | None) -> Sample | None:
         """Starts a draw of `count` items; returns None if nothing can be drawn."""
-        is_on_host = isinstance(self._buffer.storage, HostStorage)
+        is_on_host = self._buffer.storage.is_on_host
         if not count or (is_on_host and not self.can_sample(count)):
             return None
         key = _fold_in(self._root, np.uint32(self._ledger.drawn))

@@ -19,7 +19,6 @@ from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer
 from jrb.loops import jitted
 from jrb.state import BufferState
-from jrb.storages import HostStorage
 from jrb.types import Context, Item, SlotsForLeaf, Storage, WritePlan, component
 
 _FEW = 4
@@ -79,7 +78,7 @@ def writer(buffer: ReplayBuffer, lanes: int) -> Callable[..., BufferState]:
         return lambda state, lane, *sent: methods.extend(state, *sent)
     storage: Any = buffer.storage
     narrow = dataclasses.replace(buffer, storage=OneStream(storage, buffer.ring.envs // lanes))
-    if not isinstance(storage, HostStorage):
+    if not storage.is_on_host:
         return lambda state, lane, *sent: _write(narrow, state, np.int32(lane), *sent)
 
     def put(state: BufferState, lane: int, items: Item, *sent: Any) -> BufferState:

@@ -301,7 +301,13 @@ def _write_row(context: Context, plan: WritePlan, both: Any, t: Any, carry: Any)
     # of this row. If they are equal, it need not be kept: the row that is written now holds it.
     has_before = is_written & (num_rows > 0)
     compared = [(arrays[name][tail:], one[t]) for name, (_, one, _) in both.items()]
-    differ = lambda: jnp.any(jnp.stack([_differ(*pair) for pair in compared]), axis=0)
+
+    def differ() -> jax.Array:
+        """Returns True for rows that differ in any bit, bool `[E]`."""
+        bits = [(_integers(stored), _integers(new)) for stored, new in compared]
+        unequal = [(stored != new).reshape(stored.shape[0], -1) for stored, new in bits]
+        return jnp.any(jnp.stack([jnp.any(each, axis=1) for each in unequal]), axis=0)
+
     # Read once and before the tail is overwritten below.
     differs = has_before & dependencies.materialize(differ)
     state, num_rows = _make_room(ring, state, start, num_rows, is_written, differs)
@@ -356,12 +362,6 @@ def _make_room(
     kept = jnp.minimum(jnp.minimum(num_rows, most), limit)
     leaves = jnp.sum(entries & (age > kept), dtype=jnp.int32)
     return state.replace(head=(state.head + leaves) % room, count=state.count - leaves), kept
-
-
-def _differ(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns True for rows `[E, ...]` that differ in any bit, bool `[E]`."""
-    one, other = _integers(one), _integers(other)
-    return jnp.any((one != other).reshape(one.shape[0], -1), axis=1)
 
 
 def _integers(leaf: jax.Array) -> jax.Array:

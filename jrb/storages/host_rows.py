@@ -190,23 +190,25 @@ class HostRows(RowsSpec, abc.ABC):
             for row_bytes, spec, at in zip(rows, self.raw, slots, strict=True)
         ]
 
+    def to_device(self, fetched: Any, device: Device) -> Any:
+        """Returns arrays of NumPy as arguments of a compiled function on a device.
+
+        None stands for the default one.
+        """
+        # Small arrays get to the default device five times as fast as arguments of the function,
+        # which copies large ones.
+        if device is None and all(leaf.nbytes < _SMALL for leaf in jax.tree.leaves(fetched)):
+            return fetched
+        return jax.device_put(fetched, device)
+
     def fetch(
         self, version: Version, slots: Any, device: Device = None, is_draw: bool = False
     ) -> Any:
         """Returns the items at slots of any shape, on a device; None for the default one."""
         leaves = self.take(version, [np.asarray(slots)] * len(self.names))
-        arguments = to_device(leaves, device) if is_draw else jax.device_put(leaves, device)
+        arguments = self.to_device(leaves, device) if is_draw else jax.device_put(leaves, device)
         # Compiled for each shape, of which draws have few.
         return (_make_items if arguments is leaves else RowsSpec.items)(self.outline, arguments)
-
-
-def to_device(fetched: Any, device: Device) -> Any:
-    """Returns arguments of a compiled function that works on a device, None for the default one."""
-    # Small arrays get to the default device five times as fast as arguments of the function, which
-    # copies large ones.
-    if device is None and all(leaf.nbytes < _SMALL for leaf in jax.tree.leaves(fetched)):
-        return fetched
-    return jax.device_put(fetched, device)
 
 
 _make_items = jax.jit(RowsSpec.items, static_argnums=0)
@@ -394,6 +396,7 @@ class HostStorage(Storage):
         assembles: True if items are made of what was fetched and of other arrays of the state.
     """
 
+    is_on_host: ClassVar[bool] = True
     state_type: ClassVar[type] = HostView
     assembles: ClassVar[bool] = False
 

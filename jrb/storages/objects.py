@@ -29,11 +29,6 @@ def object_refusal() -> TypeError:
     )
 
 
-def _refuse(*arguments: Any, **further: Any) -> Any:
-    """Raises TypeError, as there are no objects inside `jit`."""
-    raise object_refusal()
-
-
 class ObjectRows(HostRows):
     """The objects of one buffer, which all its states share."""
 
@@ -88,7 +83,16 @@ class ObjectRows(HostRows):
         return objects
 
     # Inside jit there are no objects.
-    put = read_leaf = _refuse
+
+    def put(
+        self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
+    ) -> np.ndarray:
+        """Raises TypeError, as `jit` takes no objects."""
+        raise object_refusal()
+
+    def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
+        """Raises TypeError, as `jit` returns no objects."""
+        raise object_refusal()
 
 
 class ObjectsView(HostView):

@@ -14,11 +14,13 @@ class Storage(abc.ABC):
     """Keeps the items: writes rows to slots, and reads them.
 
     Attributes:
+        is_on_host: True if items are on the host, see `jrb.storages.HostStorage`.
         of_objects: True if items are Python objects instead of arrays.
         unbound: the names of fields on which no state depends, such as a path; a saved buffer may
             be loaded with other values of them.
     """
 
+    is_on_host: ClassVar[bool] = False
     of_objects: ClassVar[bool] = False
     unbound: ClassVar[tuple[str, ...]] = ()
 

@@ -8,6 +8,7 @@ import pytest
 import jrb
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [4, 5, 9])
 @pytest.mark.parametrize("added", [4, 7, 21])
 def test_windows_that_cross_the_end_of_the_ring(capacity, added):

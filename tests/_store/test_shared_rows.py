@@ -471,6 +471,7 @@ def watch_writes(monkeypatch, waits):
     monkeypatch.setattr(shared_rows, "LastWrite", watched)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "random"])
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_a_draw_at_any_line_of_a_write_reads_old_rows_or_is_stale(
@@ -598,6 +599,7 @@ def test_a_draw_that_waits_for_a_write_does_not_hold_up_the_next_one(path, monke
     assert errors == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "random"])
 @pytest.mark.parametrize("with_commits", [False, True])
 def test_writes_at_any_line_of_a_draw_leave_it_old_rows_or_make_it_stale(kind, with_commits, path):

@@ -68,6 +68,7 @@ def _of_two(leaf):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_whatever_is_an_array_is_taken(kind, cast):

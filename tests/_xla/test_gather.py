@@ -37,6 +37,7 @@ def is_spread(function, *args):
     return "outer_dimension_partitions" in jax.jit(function).lower(*args).compile().as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bool", "int8", "uint32", "bfloat16", "complex64"])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 @pytest.mark.parametrize("lead", [(), (1,), (16,), (4, 3), (0,)])

@@ -60,6 +60,7 @@ def pair(parts, count=6):
     return buffer, *states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["native", "h5"])
 @pytest.mark.parametrize("name", PARTS)
 def test_items_are_converted_where_asked_for(name, layout, tmp_path):

@@ -61,6 +61,7 @@ def edited(state, row):
     return state.replace(storage=arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_an_edit_by_hand_is_saved_wherever_it_is(where, tmp_path, monkeypatch):
     if where == "device":
@@ -79,6 +80,7 @@ def test_an_edit_by_hand_is_saved_wherever_it_is(where, tmp_path, monkeypatch):
     assert checkpoint.verify(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*sorted(EXAMPLE), "places"])
 def test_each_kind_of_leaf_is_looked_at_on_its_device(name, tmp_path, monkeypatch):
     seams.keep_on_device(monkeypatch)
@@ -96,6 +98,7 @@ def test_each_kind_of_leaf_is_looked_at_on_its_device(name, tmp_path, monkeypatc
     assert_same(jrb.load(tmp_path)[1], after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["encoded", "shards", "several", "vmapped"])
 def test_an_edit_by_hand_is_saved_in_every_kind_of_save(kind, tmp_path):
     buffer, state = filled()

@@ -14,6 +14,7 @@ from jrb.checkpoint import DamagedError, generations, metadata, save_async, veri
 from tests.cli.paths import LENGTHS, filled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.h5", "a.HDF5", "a.dat"])
 def test_a_file_of_hdf5_is_known_by_its_content_or_its_ending(tmp_path, name):
     path, (buffer, state) = tmp_path / name, filled()

@@ -295,6 +295,7 @@ def test_convert_writes_datasets(kind, to, tmp_path, capsys):
     chex.assert_trees_all_equal(seen, want["observation"][:rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["native", "h5"])
 def test_what_was_converted_is_loaded_without_numbers_of_64_bits(to, tmp_path, capsys):
     dest = str(tmp_path / "dest")
@@ -367,6 +368,7 @@ def test_wrong_calls_are_told_in_a_line(options, words, tmp_path, capsys):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_one_of_the_states_under_vmap_is_chosen_by_its_number(tmp_path, capsys):
     path, dest = make("vmap", tmp_path), tmp_path / "dest"
     returns = lambda *words: json.loads(call(capsys, "stats", *words, "--json")[1])["returns"]
@@ -692,6 +694,7 @@ def test_leaves_without_numbers_are_not_written_to_parquet(tmp_path, capsys):
     assert call(capsys, "verify", tmp_path / "b")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["native", "h5", "store"])
 def test_items_of_64_bits_are_counted_and_drawn(layout, tmp_path, capsys):
     path = tmp_path / "wide"
@@ -774,6 +777,7 @@ def complete(words):
     ).stdout.split()
 
 
+@pytest.mark.slow
 def test_shells_complete_commands_options_and_formats():
     assert " ".join(complete("jrb ")) == "inspect verify convert stats demo doctor bench data"
     assert complete("jrb ins") == ["inspect"]

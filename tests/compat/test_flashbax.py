@@ -75,6 +75,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_states_have_the_fields_of_flashbax(name):
     make, axes = MAKERS[name]
@@ -123,6 +124,7 @@ def test_priorities_go_where_flashbax_puts_them(name):
     np.testing.assert_allclose(again.probabilities, masses / leaves[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [5, 8, 10])  # 8 are rounded down to 5, too few for the period
 def test_priorities_reach_the_windows_that_were_sampled(rows):
     buffer = fbx.make_prioritised_trajectory_buffer(ENVS, 64, 2, 5, 2, max_length_time_axis=rows)

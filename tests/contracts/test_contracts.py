@@ -136,6 +136,7 @@ def test_counts_of_draws_need_a_state_that_has_them():
         jrb.ReplayBuffer(8, sampler=Uncounted()).init(EXAMPLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", [RankBased(), RankBased(alpha=0.2), jrb.Prioritized()])
 @pytest.mark.parametrize("old", [RankBased(), jrb.Prioritized()])
 def test_rebuild_keeps_priorities(old, new):
@@ -158,6 +159,7 @@ def test_rebuild_and_set_refuse_a_state_that_they_do_not_know():
         buffer.set(state, jnp.arange(2), items)
 
 
+@pytest.mark.slow
 def test_shards_become_one_buffer_where_the_sampler_can_put_them_together():
     sharded = jrb.Sharded(jrb.ReplayBuffer(16, 2, batch_size=4, sampler=RankBased()), 2)
     state = sharded.extend(sharded.init(EXAMPLE), rows(3, 2))
@@ -355,6 +357,7 @@ def test_ranks_without_mass_are_not_drawn(alpha):
     assert set(np.unique(batch.indices)) == (set(range(8)) if alpha < 1 else {0})
 
 
+@pytest.mark.slow
 def test_weights_of_one_are_told_of_normalize():
     unit_weights = lambda self, *args: _unweighted(*RankBased().draw(*args))
     sampler = broken(draw=unit_weights, normalize=None, exponent=lambda self, beta: jnp.float32(0))

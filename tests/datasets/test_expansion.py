@@ -83,6 +83,7 @@ def test_a_text_that_all_rows_share_is_in_memory_once(ending, tmp_path):
     assert [text[0] for text in dataset.facts["episode"]] == ["b", "a"]
 
 
+@pytest.mark.slow
 def test_a_list_longer_than_the_first_is_refused_before_it_is_decoded(tmp_path):
     numbers = pa.array(np.zeros(60_000_000))
     lists = pa.LargeListArray.from_arrays(pa.array([0, 2, len(numbers)], pa.int64()), numbers)

@@ -265,6 +265,7 @@ def test_a_failing_episode_is_named(tmp_path):
     assert names(tmp_path) == ["a.hdf5"]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies(tmp_path, small_blocks):
     source = make(tmp_path / "a.hdf5")
     with h5py.File(tmp_path / "a.hdf5", "r+") as file:
@@ -290,6 +291,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, small_blocks):
     assert names(tmp_path) == ["a.hdf5"]
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_nothing_at_the_path(tmp_path):
     make(tmp_path / "a.hdf5")
     code = f"""

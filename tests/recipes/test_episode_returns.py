@@ -78,6 +78,7 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chance", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize("steps", [5, 60])
 @pytest.mark.parametrize("parts", PARTS)

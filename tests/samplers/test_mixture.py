@@ -24,6 +24,7 @@ def filled(sampler, count=N, batch_size=8, **parts):
     return buffer, buffer.extend(state, {"x": jnp.arange(count, dtype=jnp.int32)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 16, 101])
 @pytest.mark.parametrize(
     "shares", [(0.5, 0.5), (0.25, 0.75), (0.0, 1.0), (1 / 3, 2 / 3), (0.9, 0.1)]
@@ -57,6 +58,7 @@ def test_probabilities_are_those_of_the_sampler_that_drew():
         assert np.sum((counts - want) ** 2 / want) < N + 6 * np.sqrt(2 * N)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", ["batch", None])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_weights_compare_over_all_samplers(beta, normalize):
@@ -80,6 +82,7 @@ def test_weights_of_beta_one_make_the_mean_unbiased():
     assert abs(mean - (N - 1) / 2) < 0.3
 
 
+@pytest.mark.slow
 def test_new_priorities_reach_every_sampler_that_has_some():
     pair = jrb.Mixture(
         (jrb.Prioritized(alpha=1.0, eps=0.0), jrb.Uniform(), jrb.Prioritized(alpha=1.0, eps=0.0)),
@@ -174,6 +177,7 @@ def test_descriptions_are_values(sampler, tmp_path):
     chex.assert_trees_all_equal(after.data, before.data)
 
 
+@pytest.mark.slow
 def test_priorities_and_queues_survive_a_change_of_capacity():
     buffer, state = filled(ALL)
     slots = jnp.arange(N, dtype=jnp.int32)

@@ -167,6 +167,7 @@ NOTHING = [  # the priorities of four items, and how many of them are dropped fi
 SLOW = [pytest.param(normalize, marks=pytest.mark.slow) for normalize in ("buffer", None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("priority", "dropped"), NOTHING)
 @pytest.mark.parametrize("normalize", ["batch", *SLOW])
 def test_without_mass_there_is_nothing_to_draw(normalize, priority, dropped):
@@ -266,6 +267,7 @@ def test_new_items_enter_with_their_priority(rule, raw):
 HELD = jrb.Prioritized(new_priority="largest_held", eps=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")
 @pytest.mark.parametrize("envs", [1, 2])
 @pytest.mark.parametrize("sampler", [HELD, jrb.Mixture((HELD, jrb.Prioritized()), (0.5, 0.5))])
@@ -302,6 +304,7 @@ def test_new_items_get_the_largest_priority_that_is_held(sampler, envs):
     assert int(jrb.stats(buffer, state)["size"]) == (want != -1).sum()
 
 
+@pytest.mark.slow
 def test_the_largest_held_priority_outlives_a_save_and_a_rebuild(tmp_path):
     buffer, state = filled(HELD, 3, 4)
     example = jax.ShapeDtypeStruct((), jnp.int32)
@@ -546,6 +549,7 @@ def test_methods_of_priorities_are_refused_where_there_are_none(sampler):
         buffer.add(state, {"x": 1}, priorities=jnp.float32(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "eps", "priority"),
     [

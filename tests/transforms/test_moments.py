@@ -116,6 +116,7 @@ def test_returns_end_where_the_number_of_the_episode_changes(unit):
         assert found.transforms[0].running.tolist() == [2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_each_agent_has_a_return_and_a_scale_of_its_own():
     alone, scale = buffer_of(), (tr.RunningRewardScale(0.9),)
     rng = np.random.default_rng(1)

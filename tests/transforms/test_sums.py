@@ -70,6 +70,7 @@ def sampled(rewards, unit, *transforms, batch_size=128):
     return state, buffer.sample(state, KEY, batch_size=batch_size)
 
 
+@pytest.mark.slow
 def test_rewards_to_go(rewards):
     unit = jrb.Sequence(T, sample_by="whole_episodes")
     to_go = {path: tr.RewardToGo(discount, path=path) for path, discount in DISCOUNTS.items()}
@@ -91,6 +92,7 @@ def test_rewards_to_go_in_windows(rewards):
             assert_rounded(found[:120], sums[first : first + 120])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "discount"), [(290, 1.0), (3, 0.99)])
 def test_returns_of_n_steps(rewards, n, discount):
     _, batch = sampled(rewards, jrb.NStep(n, discount))
@@ -99,6 +101,7 @@ def test_returns_of_n_steps(rewards, n, discount):
     assert_rounded(found, sums_of(rewards, discount, n)[batch.indices])
 
 
+@pytest.mark.slow
 def test_running_statistics(rewards):
     running = tr.RunningNormalize((("next", "reward"),)), tr.RunningRewardScale(1.0)
     for transform in running:

@@ -345,6 +345,7 @@ def row_with_a_flag(t):
     return {**row_of_one(t), "next": after}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [row_of_one, row_with_a_flag])
 @pytest.mark.parametrize("write", [ended_by_truncate, ended_by_number])
 @pytest.mark.parametrize("kind", ["plain", "stack", "host", "behind a function"])

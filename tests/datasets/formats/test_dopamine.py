@@ -195,6 +195,7 @@ def test_damage_among_the_frames_is_found_when_they_are_read(tmp_path, spoil):
         list(jrb.datasets.open(tmp_path))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_files(tmp_path, monkeypatch):
     """24 MB of frames in two checkpoints, of which the second begins at its cursor."""
     monkeypatch.setattr(tabular, "_BLOCK", 1 << 20)

@@ -175,6 +175,7 @@ def has(dataset, name, array):
     return any(key == name and np.all(fact == array) for key, fact in facts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ARRAYS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("format", WRITERS)

@@ -56,6 +56,7 @@ def expected_of(each, valid, **more):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("layout", ["aligned", "with the last", "arriving"])
 def test_a_file_for_each_episode_in_the_order_of_their_numbers(tmp_path, layout, save):

@@ -152,6 +152,7 @@ def test_steps_across_many_groups_are_read_in_part(tmp_path):
     assert start == 50
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_is_noticed_or_changes_nothing(tmp_path):
     recorded(tmp_path / "whole")
     wanted = [str(one) for one in jrb.datasets.open(tmp_path / "whole")]

@@ -71,6 +71,7 @@ def test_trials_of_a_file_in_the_order_of_their_numbers(tmp_path, over):
     assert "'done'" in dataset.notes[0]
 
 
+@pytest.mark.slow
 def test_files_of_a_folder_in_the_order_of_the_numbers_in_their_names(tmp_path):
     trials = [trials_of(seed, 1 + seed % 3) for seed in range(12)]
     for number, each in enumerate(trials):
