@@ -21,7 +21,6 @@ import mmap
 import os
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -31,6 +30,11 @@ import numpy as np
 from jrb._store import files
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
+
+try:
+    from isal.isal_zlib import crc32  # the checksums of zlib, in a fraction of the time
+except ImportError:
+    from zlib import crc32
 
 BLOCK: int = 1 << 18
 """The most bytes of a block, unless a single row has more."""
@@ -471,7 +475,7 @@ def checksum_of(data: np.ndarray) -> int:
     """
     words = data[: data.size & -8].view(np.uint64)
     total = int(words.sum(dtype=np.uint64)) if words.size else 0
-    return ((total ^ total >> 32) & 0xFFFFFFFF) << 32 | zlib.crc32(data.data)
+    return ((total ^ total >> 32) & 0xFFFFFFFF) << 32 | crc32(data.data)
 
 
 def runs(slots: np.ndarray) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import weakref
+import zlib
 
 import numpy as np
 import pytest
@@ -28,6 +29,20 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(block_store, "RUN", 3)
     monkeypatch.setattr(blocks, "RUN", 3)
     monkeypatch.setattr(block_store, "_MOST_OPEN", 2)
+
+
+def test_checksums_are_the_same_with_and_without_isal(tmp_path, monkeypatch):
+    rows = np.random.default_rng(0).integers(0, 256, (5000, 40), np.uint8)
+    source = Source("bytes", "leaf 'x'", *rows.shape, lambda start, stop: rows[start:stop])
+    for path in (tmp_path / "a", tmp_path / "b"):
+        with BlockStore.open_to_save(str(path)) as store:
+            store.put({"x": source}, False)()
+            store.commit({}, {}, 0)
+        monkeypatch.setattr(blocks, "crc32", zlib.crc32)
+    one, other = (
+        (path / "generation-000000000001").read_bytes() for path in (tmp_path / "a", tmp_path / "b")
+    )
+    assert one == other
 
 
 @pytest.fixture
