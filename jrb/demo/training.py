@@ -202,7 +202,7 @@ class Agent:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.env: Environment = Environment(config.env, config.num_envs)
-        self.mesh: Mesh | None = None
+        self.mesh: jax.sharding.Mesh | None = None
         self.buffer: ReplayBuffer | Sharded = ReplayBuffer(
             capacity=max(1, config.capacity // config.num_envs) * config.num_envs,
             num_envs=config.num_envs,
@@ -219,7 +219,8 @@ class Agent:
                     f"{config.devices}. Call jrb.demo.prepare_devices before JAX starts, and the "
                     "CPU counts as more."
                 )
-            self.mesh: Mesh | None = Mesh(np.array(devices[: config.devices]), (AXIS,))
+            mesh = Mesh(np.array(devices[: config.devices]), (AXIS,))
+            self.mesh = mesh
             self.buffer = Sharded(self.buffer, config.devices, self.mesh, AXIS)
         total, peak = config.iterations * config.chunks * config.updates, config.learning_rate
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, total // 50 + 1, total, peak / 10)

@@ -109,7 +109,8 @@ class HostRows(RowsSpec, abc.ABC):
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return id(self)
 
     def __reduce__(self) -> Any:
         raise TypeError(
