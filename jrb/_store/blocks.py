@@ -15,12 +15,14 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 import mmap
 import os
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -31,10 +33,10 @@ from jrb._store import files
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 
-try:
-    from isal.isal_zlib import crc32  # the checksums of zlib, in a fraction of the time
+try:  # the checksums of zlib, in a fraction of the time
+    crc32: Callable[[Any], int] = importlib.import_module("isal.isal_zlib").crc32
 except ImportError:
-    from zlib import crc32
+    crc32 = zlib.crc32
 
 BLOCK: int = 1 << 18
 """The most bytes of a block, unless a single row has more."""
