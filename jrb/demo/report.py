@@ -8,7 +8,7 @@ import numpy as np
 from jrb.authoring import require
 from jrb.demo import training
 from jrb.plot import canvas
-from jrb.plot.of_state import priority_spread
+from jrb.plot.of_state import plot_priority_histogram
 
 rich_console: Any = require("rich.console", "demo")
 rich_progress: Any = require("rich.progress", "demo")
@@ -71,7 +71,7 @@ def picture(config: training.Config, result: training.Result) -> Any:
         if not one:
             mean = curves.mean(axis=1)
             axes.plot(steps, mean, color=canvas.BLUE, linewidth=2, label="mean of seeds")
-            canvas.legend(axes, tone, "upper left")
+            canvas.add_legend(axes, tone, "upper left")
         axes.set_ylim(bottom=min(0.0, float(np.nanmin(curves, initial=0))))
         axes.set(xlabel="thousands of environment steps", ylabel="mean return")
         canvas.whole_numbers(axes.xaxis)
@@ -79,10 +79,10 @@ def picture(config: training.Config, result: training.Result) -> Any:
         last = last[np.isfinite(last)]
         end = f"return {last.mean():.1f}" if last.size else "no episode"
         more = "the episodes that ended since the point before"
-        canvas.say(axes, tone, f"{config.env}: {end} at the end", more)
+        canvas.write_title(axes, tone, f"{config.env}: {end} at the end", more)
 
     def spread(axes: canvas.Axes, tone: canvas.Tone) -> None:
-        priority_spread(result.priorities, masses, axes, tone)
+        plot_priority_histogram(result.priorities, masses, axes, tone)
         axes.set_xlabel("priority: |TD error| when last drawn, or the largest so far")
 
-    return canvas.drawn([canvas.Row(3.3, [curve, spread])], None, "demo")
+    return canvas.draw_rows([canvas.Row(3.3, [curve, spread])], None, "demo")

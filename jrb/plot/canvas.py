@@ -64,34 +64,23 @@ def _png(figure: Any) -> bytes:
 Sheet: Any = type("Sheet", (_figure.Figure,), {"_repr_png_": _png, "__module__": __name__})
 
 
-def drawn(rows: Sequence[Row], ax: Axes | None, who: str) -> Any:
+def draw_rows(rows: Sequence[Row], ax: Axes | None, who: str) -> Any:
     """Returns a new figure with rows of panels; or the figure of `ax`, which they replace."""
     # A single panel is a cell of the grid, whose height excludes title and labels. Several panels
     # have an inner grid, whose height includes them.
     heights = [max(row.height - row.around * (len(row.panels) == 1), 0.1) for row in rows]
+    # Make a figure, or cut the cell of `ax` in the grid of its figure into rows.
+    mark = "" if ax is None else f"jrb-{id(ax)}"
     if ax is None:
-        size, mark, tone = (WIDTH, sum(row.height for row in rows) + 0.25), "", _LIGHT
+        size, tone = (WIDTH, sum(row.height for row in rows) + 0.25), _LIGHT
         figure = Sheet(figsize=size, layout="constrained", facecolor=tone.ground)
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
         grid = figure.add_gridspec(len(rows), 1, height_ratios=heights)
     else:
-        spec = ax.get_subplotspec() if isinstance(ax, _axes.Axes) else None
-        figure = None if spec is None else ax.get_figure(root=True)
-        if spec is None or figure is None:
-            raise TypeError(
-                f"{who}: ax: expected an axes of a figure's grid, got {type(ax).__name__}. Make "
-                "one with figure.add_subplot(), or leave it out for a new figure."
-            )
-        mark = f"jrb-{id(ax)}"
-        for other in figure.axes:
-            if other.get_gid() == mark:  # a panel of the previous plot in these axes
-                other.remove()
-        ax.set_axis_off()
-        red, green, blue, opacity = _colors.to_rgba(figure.get_facecolor())
-        is_dark = opacity > 0.5 and 0.3 * red + 0.6 * green + 0.1 * blue < 0.4
-        tone = _DARK if is_dark else _LIGHT
+        figure, spec, tone = _clear_axes(ax, mark, who)
         space = {} if figure.get_layout_engine() is not None else {"hspace": 0.9, "wspace": 0.25}
         grid = spec.subgridspec(len(rows), 1, height_ratios=heights, **space)
+    # Draw the panels, and mark their axes, so that the next plot in `ax` can remove them.
     before = len(figure.axes)
     for number, row in enumerate(rows):
         cells = [grid[number]]
@@ -99,14 +88,33 @@ def drawn(rows: Sequence[Row], ax: Axes | None, who: str) -> Any:
             cells = grid[number].subgridspec(1, len(row.panels), width_ratios=row.widths)
         for place, panel in enumerate(row.panels):
             axes = figure.add_subplot(cells[place])
-            style(axes, tone)
+            set_style(axes, tone)
             panel(axes, tone)
     for axes in figure.axes[before:] if mark else ():
         axes.set_gid(mark)
     return figure
 
 
-def style(axes: Axes, tone: Tone) -> None:
+def _clear_axes(ax: Axes, mark: str, who: str) -> tuple[Any, Any, Tone]:
+    """Removes the previous plot in `ax`; returns its figure, the cell of its grid, and colours."""
+    spec = ax.get_subplotspec() if isinstance(ax, _axes.Axes) else None
+    figure = None if spec is None else ax.get_figure(root=True)
+    if spec is None or figure is None:
+        raise TypeError(
+            f"{who}: ax: expected an axes of a figure's grid, got {type(ax).__name__}. Make "
+            "one with figure.add_subplot(), or leave it out for a new figure."
+        )
+    for other in figure.axes:
+        if other.get_gid() == mark:
+            other.remove()
+    ax.set_axis_off()
+    # Choose the colours by the brightness of the figure's background.
+    red, green, blue, opacity = _colors.to_rgba(figure.get_facecolor())
+    is_dark = opacity > 0.5 and 0.3 * red + 0.6 * green + 0.1 * blue < 0.4
+    return figure, spec, _DARK if is_dark else _LIGHT
+
+
+def set_style(axes: Axes, tone: Tone) -> None:
     """Sets the style of a panel."""
     axes.set_facecolor("none")
     axes.grid(visible=False)
@@ -115,14 +123,15 @@ def style(axes: Axes, tone: Tone) -> None:
     axes.tick_params(which="both", color=tone.line, labelcolor=tone.faint, labelsize=8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(color=tone.faint, fontsize=8.5)
-        axis.set_major_formatter(_ticker.FuncFormatter(_plain))  # else an exponent hits the title
+        # matplotlib's own formatter may write an exponent that overlaps the title.
+        axis.set_major_formatter(_ticker.FuncFormatter(_plain))
 
 
 def _plain(value: float, _: int | None = None) -> str:
     return f"{value:,.10g}"
 
 
-def say(axes: Axes, tone: Tone, title: str, more: str = "") -> None:
+def write_title(axes: Axes, tone: Tone, title: str, more: str = "") -> None:
     """Sets a title and a line below it, which do not affect the width of the panel."""
     axes.set_title(title, loc="left", fontsize=10, color=tone.ink, pad=19 if more else 7)
     if more:
@@ -144,14 +153,16 @@ def time_axis(axes: Axes) -> None:
     axes.xaxis.set_major_formatter(_ticker.FuncFormatter(_distance))
 
 
+# A lambda in place of this function could not be pickled with the figure.
 def _distance(value: float, _: int | None = None) -> str:
-    return f"{abs(value):,.0f}"  # a lambda could not be pickled with the figure
+    return f"{abs(value):,.0f}"
 
 
 def few_ticks(axis: Any, is_log: bool = False) -> None:
     """Puts few ticks at plain numbers; if `is_log`, makes the axis logarithmic first."""
     axis.set_major_locator(_ticker.MaxNLocator(4))
     if is_log:
+        # Put ticks at powers of 10; below two decades also at 2 and 5 times them.
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
         low, high = axis.get_view_interval()
         steps = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
@@ -160,7 +171,7 @@ def few_ticks(axis: Any, is_log: bool = False) -> None:
         axis.set_major_formatter(_ticker.FuncFormatter(_plain))
 
 
-def scale(axes: Axes, tone: Tone, colors: Any, name: str, ticks: int = 3) -> None:
+def add_color_bar(axes: Axes, tone: Tone, colors: Any, name: str, ticks: int = 3) -> None:
     """Adds a colour bar to the right of a panel."""
     place = axes.inset_axes((1.012, 0, 0.012, 1))
     bar = axes.get_figure(root=True).colorbar(colors, cax=place)
@@ -173,7 +184,7 @@ def scale(axes: Axes, tone: Tone, colors: Any, name: str, ticks: int = 3) -> Non
         place.yaxis.set_major_formatter(_ticker.StrMethodFormatter("{x:,.0f}"))
 
 
-def legend(axes: Axes, tone: Tone, place: str = "upper right", columns: int = 1) -> None:
+def add_legend(axes: Axes, tone: Tone, place: str = "upper right", columns: int = 1) -> None:
     """Adds a legend; `place` "beside" puts it to the right of the panel instead of inside."""
     look: dict[str, Any] = {"fontsize": 8, "labelcolor": tone.faint, "frameon": False}
     if place == "beside":
@@ -183,7 +194,7 @@ def legend(axes: Axes, tone: Tone, place: str = "upper right", columns: int = 1)
     names.set_in_layout("bbox_to_anchor" in look)
 
 
-def note(title: str, more: str) -> list[Row]:
+def rows_of_text(title: str, more: str) -> list[Row]:
     """Returns the rows of a plot that only has text, for a buffer or batch without items."""
 
     def draw(axes: Axes, tone: Tone) -> None:
@@ -198,6 +209,7 @@ def color_scale(values: np.ndarray) -> Any:
     """Returns a colour map scaled from the least to the greatest finite value."""
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    # Equal values would be a scale without length.
     norm = _colors.Normalize(low, high if high > low else low + max(1.0, abs(low)))
     colors = _cm.ScalarMappable(norm, VALUES)
     colors.set_array(values)
@@ -208,7 +220,9 @@ palette: Any = _colors.ListedColormap
 """Makes a colour map from a list of colours, one for each category."""
 
 
-def bars(axes: Axes, borders: np.ndarray, heights: np.ndarray, color: str, **look: Any) -> None:
+def plot_bars(
+    axes: Axes, borders: np.ndarray, heights: np.ndarray, color: str, **look: Any
+) -> None:
     """Draws bars without gaps."""
     widths = np.diff(borders)
     axes.bar(borders[:-1], heights, widths, align="edge", color=color, linewidth=0, **look)

@@ -20,7 +20,7 @@ from jrb.state import Buffer, BufferState
 from jrb.types import Item
 
 
-def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
+def check_state(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
     """Raises unless `state` is a single state of `buffer`, outside `jit`, and not donated."""
     check_single(buffer, who)
     if isinstance(state, BufferState):
@@ -62,12 +62,13 @@ def stored_slots(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, 
         slots, size = buffer.in_order(state)
         column = np.asarray(slots)[: int(size), None]
         return column, np.ones(column.shape, bool)
+    # Environments may hold different numbers of rows: the mask is False before their oldest row.
     rows = int(buffer.writer.held(buffer.ring, state.writer).rows(buffer.ring).max())
     slots, stored = map(np.asarray, buffer.newest(state, max(rows, 1)))
     return slots.reshape(-1, buffer.ring.envs), stored.reshape(-1, buffer.ring.envs)
 
 
-def masses(buffer: ReplayBuffer, state: BufferState, raw: np.ndarray) -> np.ndarray:
+def masses_of(buffer: ReplayBuffer, state: BufferState, raw: np.ndarray) -> np.ndarray:
     """Returns the masses of priorities `[N]`, to which draws are proportional; 0 for no anchor."""
     masses = np.maximum(raw, 0).astype(np.float64)
     if isinstance(buffer.sampler, Prioritized):
@@ -75,21 +76,19 @@ def masses(buffer: ReplayBuffer, state: BufferState, raw: np.ndarray) -> np.ndar
     return np.where(raw < 0, 0.0, masses)
 
 
-def specs(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
-    """Returns the dtype and shape of each leaf of an item, by name."""
-    leaves = jax.tree_util.tree_leaves_with_path(buffer.stored(state))
-    return {leaf_name(path): leaf for path, leaf in leaves}
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a pytree by name."""
+    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def leaves(
+def read_leaves(
     buffer: ReplayBuffer, state: BufferState, slots: np.ndarray, names: set[str]
 ) -> dict[str, np.ndarray]:
     """Reads the leaves with these names at slots, int32 `[...]`, and no other leaves."""
     if not names:
         return {}
-    items = _read(buffer, state, jnp.asarray(slots), tuple(sorted(names)))
-    named = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(items)}
-    values = {name: np.asarray(named[name]) for name in sorted(names)}
+    items = leaves_by_name(_read_named(buffer, state, jnp.asarray(slots), tuple(sorted(names))))
+    values = {name: np.asarray(items[name]) for name in sorted(names)}
     # NumPy and matplotlib cannot compute with some of JAX's dtypes, such as bfloat16.
     return {
         name: leaf if leaf.dtype.kind in "biuf" else leaf.astype(np.float32)
@@ -98,7 +97,10 @@ def leaves(
 
 
 @functools.partial(jax.jit, static_argnames="names")
-def _read(buffer: Buffer, state: BufferState, slots: jax.Array, names: tuple[str, ...]) -> Item:
+def _read_named(
+    buffer: Buffer, state: BufferState, slots: jax.Array, names: tuple[str, ...]
+) -> Item:
+    # Leaves with other names are read at no slot.
     where = lambda name: slots if name in names else slots[..., None][..., :0]
     return buffer.storage.read(context_of(buffer, state.writer), state.storage, where)
 
@@ -109,13 +111,13 @@ def stored_episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         return episodes(buffer, state)
 
 
-def rewards(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> np.ndarray | None:
+def read_rewards(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> np.ndarray | None:
     """Reads the rewards at slots `[K, E]`, real `[K, E, parts]`; None if items have none."""
     if buffer.storage.of_objects:
         return None
     spec = leaves_at(buffer.stored(state), buffer.keys.reward)
     names = {name for name, leaf in spec.items() if is_real(leaf.dtype) and leaf.size}
-    parts = list(leaves(buffer, state, slots, names).values())
+    parts = list(read_leaves(buffer, state, slots, names).values())
     if not parts:
         return None
     # Several leaves are rewards of several agents; a single leaf is not copied.
@@ -137,7 +139,7 @@ def edges(count: int, most: int) -> np.ndarray:
     return np.arange(bins + 1) * count // bins
 
 
-def even(count: int, most: int) -> np.ndarray:
+def even_edges(count: int, most: int) -> np.ndarray:
     """Returns borders of at most `most` equal bins, int `[bins + 1]`; the last may be smaller."""
     return np.append(np.arange(0, count, -(-count // most)), count)
 
@@ -148,6 +150,7 @@ def block_means(values: np.ndarray, columns: np.ndarray, lines: np.ndarray) -> n
     `columns` and `lines` are the borders of the blocks.
     """
     finite = np.isfinite(values)
+    # Add up columns first, then lines: sums and numbers of finite values.
     sums = np.add.reduceat(np.where(finite, values, 0), columns[:-1], 1, np.float64)
     counts = np.add.reduceat(finite, columns[:-1], 1, np.float64)
     sums, counts = (np.add.reduceat(part, lines[:-1], 0) for part in (sums, counts))
@@ -178,9 +181,11 @@ def bins(values: np.ndarray, most: int = 60) -> tuple[np.ndarray, bool]:
     That is the case if no value is negative, and the greatest exceeds 30 times the median.
     """
     low, high = float(values.min()), float(values.max())
+    # Equal values are the middle one of three bins.
     if low == high:
         wide = 0.5 if low == 0 or 1 <= abs(low) < 1000 else abs(low) / 2
         return np.linspace(low - wide, high + wide, 4), False
+    # Logarithmic bins cover six decades at most; the median of a part of the values is enough.
     if low >= 0:
         some = values[:: max(1, len(values) // 100_000)]
         some = some[some > 0]
@@ -188,6 +193,7 @@ def bins(values: np.ndarray, most: int = 60) -> tuple[np.ndarray, bool]:
         if high / middle > 30:
             least = max(float(np.min(values, where=values > 0, initial=high)), high * 1e-6)
             return np.geomspace(least, high, most + 1), True
+    # Few integers have a bin each.
     if np.issubdtype(values.dtype, np.integer) and high - low < most:
         return np.arange(int(low), int(high) + 2) - 0.5, False
     return np.linspace(low, high, most + 1), False

@@ -39,7 +39,7 @@ def axes_order(shape: tuple[int, ...]) -> Order | None:
     return None
 
 
-def frames(values: np.ndarray, order: Order, lead: int) -> np.ndarray:
+def to_frames(values: np.ndarray, order: Order, lead: int) -> np.ndarray:
     """Returns images `[*lead, ...]` as `[*lead, K, H, W, C]`."""
     axes = [lead + axis for axis in order if axis is not None]
     values = np.moveaxis(values, axes, range(lead, lead + len(axes)))
@@ -47,7 +47,7 @@ def frames(values: np.ndarray, order: Order, lead: int) -> np.ndarray:
     return values[..., None] if order[3] is None else values
 
 
-def first(leaves: dict[str, Any], lead: int) -> tuple[str, Order] | None:
+def find_images(leaves: dict[str, Any], lead: int) -> tuple[str, Order] | None:
     """Returns name and axes of the first leaf with images, preferring those not below `next`."""
     for name in sorted(leaves, key=lambda name: name.startswith("next")):
         # Leaves of a `ListStorage` are any Python objects, which may have no shape.
@@ -58,8 +58,9 @@ def first(leaves: dict[str, Any], lead: int) -> tuple[str, Order] | None:
     return None
 
 
-def colored(frames: np.ndarray) -> tuple[np.ndarray, str]:
+def to_rgb(frames: np.ndarray) -> tuple[np.ndarray, str]:
     """Returns frames `[..., H, W, C]` as RGB from 0 to 1, and a text on how they were made."""
+    # Leave out rows and columns of pixels of large images.
     step = max(1, -(-max(frames.shape[-3:-1]) // _SIDE))
     frames, channels = frames[..., ::step, ::step, :], frames.shape[-1]
     if channels > 1 and (
@@ -70,33 +71,36 @@ def colored(frames: np.ndarray) -> tuple[np.ndarray, str]:
         for channel in range(channels):
             planes[frames[..., channel] != 0] = _PLANES[channel % len(_PLANES)]
         return planes, f"a colour for each of {channels} planes"
+    # Three channels are RGB; of any other number, show the last one in grey.
     more = "" if channels in (1, 3) else f"the last of {channels} channels"
     values = frames if channels == 3 else np.repeat(frames[..., -1:], 3, axis=-1)
     if values.dtype == np.uint8:
         return values.astype(np.float32) / 255, more
+    # Scale other dtypes from their least value, at most 0, to their greatest, at least 1.
     values = np.nan_to_num(values.astype(np.float32))
     low, high = values.min(initial=0), values.max(initial=1)
     return np.clip((values - low) / (high - low), 0, 1), more
 
 
-def tiles(pictures: np.ndarray, opacity: np.ndarray) -> np.ndarray:
+def tile(pictures: np.ndarray, opacity: np.ndarray) -> np.ndarray:
     """Returns one RGBA image of pictures `[rows, columns, H, W, 3]` with opacities per picture."""
     rows, columns, high, wide, _ = pictures.shape
     gap = max(1, round(min(high, wide) / 14))
+    # A gap follows each picture, to the right and below, and the last gaps are cut off.
     sheet = np.zeros((rows, high + gap, columns, wide + gap, 4), np.float32)
     sheet[:, :high, :, :wide, :3] = pictures.transpose(0, 2, 1, 3, 4)
     sheet[:, :high, :, :wide, 3] = opacity[:, None, :, None]
     return sheet.reshape(rows * (high + gap), columns * (wide + gap), 4)[:-gap, :-gap]
 
 
-def row(sheet: np.ndarray, title: str, more: str) -> Row:
+def image_row(sheet: np.ndarray, title: str, more: str) -> Row:
     """Returns a row with one panel, whose height fits the picture."""
 
     def draw(axes: Axes, tone: Tone) -> None:
         axes.imshow(sheet, interpolation="nearest", aspect="equal")
         axes.set(xticks=[], yticks=[], anchor="W")
         axes.spines[:].set_visible(False)
-        canvas.say(axes, tone, title, more)
+        canvas.write_title(axes, tone, title, more)
 
     high, wide = sheet.shape[:2]
     return Row(min((canvas.WIDTH - 0.4) * high / wide, 5.0) + 0.6, [draw], around=0.6)

@@ -58,7 +58,7 @@ def draws(
         >>> figure.axes[0].get_title(loc="left")
         '10,000 draws of 9 anchors: as far from the expectation as chance explains'
     """
-    facts.check(buffer, state, "plot.draws")
+    facts.check_state(buffer, state, "plot.draws")
     facts.check_concrete(key, "plot.draws: key")
     try:
         checks.key(key)
@@ -67,23 +67,26 @@ def draws(
         raise type(error)(f"plot.draws: {error}") from None
     if not bool(buffer.can_sample(state)):
         more = f"of {canvas.count(int(buffer.size(state)), 'item')} that the buffer holds"
-        return canvas.drawn(canvas.note("There is nothing to draw", more), ax, "plot.draws")
+        return canvas.draw_rows(
+            canvas.rows_of_text("There is nothing to draw", more), ax, "plot.draws"
+        )
+    # Draw full batches in one scan, then the remaining draws as one smaller batch.
     size = min(int(n), buffer.batch_size or _BATCH)
     keys = jax.random.split(key, n // size + 1)
     # Without the storage, items cannot be read by mistake.
     sampler, light = state.sampler, state.replace(storage=None)
     counts = jnp.zeros(buffer.capacity, jnp.int32), jnp.zeros(buffer.capacity, jnp.float32)
-    sampler, counts = _drawn(buffer, light, sampler, counts, keys[:-1], size)
+    sampler, counts = _count_draws(buffer, light, sampler, counts, keys[:-1], size)
     if n % size:
-        _, counts = _drawn(buffer, light, sampler, counts, keys[-1:], n % size)
+        _, counts = _count_draws(buffer, light, sampler, counts, keys[-1:], n % size)
     seen, reported = np.asarray(counts[0], np.int64), np.asarray(counts[1], np.float64)
-    chances, source = _expected(buffer, state, reported)
-    row = Row(2.7, [lambda *at: _by_slot(buffer, seen, chances, source, *at)])
-    return canvas.drawn([row], ax, "plot.draws")
+    chances, source = _expected_chances(buffer, state, reported)
+    row = Row(2.7, [lambda *at: _plot_counts(buffer, seen, chances, source, *at)])
+    return canvas.draw_rows([row], ax, "plot.draws")
 
 
 @by_description("size")
-def _drawn(
+def _count_draws(
     buffer: Buffer, state: BufferState, sampler: Any, counts: Any, keys: jax.Array, size: int
 ) -> Any:
     """Draws a batch per key; returns the sampler's state, and counts and chances by slot."""
@@ -92,6 +95,7 @@ def _drawn(
     def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
         sampler, (seen, reported) = carry
         sampler, draw = buffer.sampler.draw(buffer.ring, sampler, anchors, key, size, None)
+        # Drop padding, by an index beyond the last slot.
         slots = jnp.where(draw.mask & (draw.probabilities > 0), draw.slots, buffer.capacity)
         seen = seen.at[slots].add(1, mode="drop")
         reported = reported.at[slots].max(draw.probabilities, mode="drop")
@@ -100,7 +104,7 @@ def _drawn(
     return lax.scan(step, (sampler, counts), keys)[0]
 
 
-def _expected(
+def _expected_chances(
     buffer: ReplayBuffer, state: BufferState, reported: np.ndarray
 ) -> tuple[np.ndarray | None, str]:
     """Returns the chance of each slot, float64 `[N]` or None, and a text on its source."""
@@ -108,7 +112,7 @@ def _expected(
     if sampler.consumes:
         return None, f"{type(sampler).__name__} uses anchors up: there is no expectation"
     if isinstance(sampler, Prioritized):
-        masses = facts.masses(buffer, state, np.asarray(buffer.priorities(state)))
+        masses = facts.masses_of(buffer, state, np.asarray(buffer.priorities(state)))
         if masses.sum() > 0:
             return masses / masses.sum(), "expected: each anchor's share of the mass"
     slots, within, count = anchors_in_order(buffer, state)
@@ -120,7 +124,7 @@ def _expected(
     return reported, "expected: what the draws give as their probabilities"
 
 
-def _by_slot(
+def _plot_counts(
     buffer: ReplayBuffer,
     seen: np.ndarray,
     chances: np.ndarray | None,
@@ -129,9 +133,10 @@ def _by_slot(
     tone: Tone,
 ) -> None:
     """Plots counts by slot as bars, and the expectation as a line with a band."""
-    borders, total = facts.even(len(seen), _BARS), int(seen.sum())
+    # Plot the observed counts.
+    borders, total = facts.even_edges(len(seen), _BARS), int(seen.sum())
     bars = np.add.reduceat(seen, borders[:-1])
-    canvas.bars(axes, borders, bars, canvas.SKY, label="observed")
+    canvas.plot_bars(axes, borders, bars, canvas.SKY, label="observed")
     axes.set(xlim=(0, borders[-1]), xlabel="slot of the ring", ylabel="draws")
     canvas.whole_numbers(axes.xaxis, 8)
     canvas.whole_numbers(axes.yaxis, 4)
@@ -139,8 +144,9 @@ def _by_slot(
         anchors = canvas.count(int((seen > 0).sum()), "anchor")
         most = canvas.count(int(seen.max()), "time")
         title = f"{canvas.count(total, 'draw')} of {anchors}, none more than {most}"
-        canvas.say(axes, tone, title, source)
+        canvas.write_title(axes, tone, title, source)
         return
+    # Plot the expected counts, with a band of two standard deviations of a binomial distribution.
     share = np.add.reduceat(chances, borders[:-1])
     want, spread = share * total, np.sqrt(total * share * np.clip(1 - share, 0, 1))
     axes.stairs(want, borders, baseline=None, color=canvas.ORANGE, linewidth=1.4, label="expected")
@@ -148,11 +154,12 @@ def _by_slot(
     look = {"color": canvas.ORANGE, "alpha": 0.25, "linewidth": 0}
     axes.stairs(high, borders, baseline=low, fill=True, label="two standard deviations", **look)
     axes.set_ylim(0, 1.28 * max(bars.max(), high.max()))
-    canvas.legend(axes, tone, columns=3)
+    canvas.add_legend(axes, tone, columns=3)
+    # Say in the title whether chance explains the difference.
     verdict, reason = judge(buffer, seen, chances)
     anchors = canvas.count(int((chances > 0).sum()), "anchor")
     title = f"{canvas.count(total, 'draw')} of {anchors}: {verdict}"
-    canvas.say(axes, tone, title, "; ".join(filter(None, [reason, source])))
+    canvas.write_title(axes, tone, title, "; ".join(filter(None, [reason, source])))
 
 
 def judge(buffer: ReplayBuffer, seen: np.ndarray, chances: np.ndarray) -> tuple[str, str]:
@@ -169,6 +176,7 @@ def judge(buffer: ReplayBuffer, seen: np.ndarray, chances: np.ndarray) -> tuple[
     if len(borders) < 3:
         return "too few to tell", f"at least {2 * _ENOUGH:,} draws and two anchors are needed"
     want, seen = (np.add.reduceat(part, borders[:-1]) for part in (want, seen[likely]))
+    # Test the difference of observed and expected counts of the groups.
     value, freedom = float(((seen - want) ** 2 / want).sum()), len(want) - 1
     chance = chi_square_above(value, freedom)
     test = (
@@ -178,6 +186,7 @@ def judge(buffer: ReplayBuffer, seen: np.ndarray, chances: np.ndarray) -> tuple[
         return "further from the expectation than chance explains", test
     if chance <= 1 - 1e-3:
         return "as far from the expectation as chance explains", test
+    # Name the cause of counts that are closer to the expectation than independent draws are.
     sampler, reason = buffer.sampler, ""
     if isinstance(sampler, PrioritizedSampler) and sampler.stratified:
         reason = ": draws are stratified"

@@ -1,7 +1,7 @@
 """The plot of one episode. L rows."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Axes | None = 
         >>> figure.axes[0].get_title(loc="left")
         'Episode 0 of 2: 3 rows, return 3'
     """
-    facts.check(buffer, state, "plot.episode")
+    facts.check_state(buffer, state, "plot.episode")
     if isinstance(k, bool) or not isinstance(k, int | np.integer):
         raise TypeError(f"plot.episode: k: expected an integer, got {k!r}.")
     every = facts.stored_episodes(buffer, state)
@@ -55,27 +55,15 @@ def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Axes | None = 
         none = f"an episode that is stored, got {k} of none. Add items first."
         raise ValueError(f"plot.episode: k: expected {expected if len(every) else none}")
     one, length = every[k], len(every[k])
+    heading = partial(_write_heading, buffer, one, k % len(every), len(every))
+    rows = [Row(0.5, [heading], around=0)]
+    rewards = facts.read_rewards(buffer, state, one.slots[:, None])
+    if rewards is not None:
+        rows.append(_row_over_steps(1.9, length, partial(_plot_rewards, rewards[:, 0])))
+    # Plot small leaves of the action and the observation, at most 3 of each, and priorities.
     shown = np.linspace(0, length - 1, min(length, _POINTS)).astype(int)
     slots = one.slots[shown]
-    rows = [
-        Row(0.5, [functools.partial(_heading, buffer, one, k % len(every), len(every))], around=0)
-    ]
-
-    def add(height: float, draw: Callable[[Axes, Tone], None]) -> None:
-        """Adds a panel whose x-axis is the rows of the episode."""
-
-        def panel(axes: Axes, tone: Tone) -> None:
-            axes.set_xlabel("row of the episode")
-            draw(axes, tone)
-            axes.set_xlim(-0.5, max(length - 0.5, 0.5))
-            canvas.whole_numbers(axes.xaxis, 10)
-
-        rows.append(Row(height, [panel]))
-
-    rewards = facts.rewards(buffer, state, one.slots[:, None])
-    if rewards is not None:
-        add(1.9, functools.partial(_rewards, rewards[:, 0]))
-    specs = facts.specs(buffer, state)
+    specs = facts.leaves_by_name(buffer.stored(state))
     small = {
         name
         for name, leaf in specs.items()
@@ -83,25 +71,45 @@ def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Axes | None = 
     }
     for path in (buffer.keys.action, buffer.keys.observation):
         names = sorted(name for name in small if within(name, path_name(path)))[:3]
-        for name, leaf in facts.leaves(buffer, state, slots, set(names)).items():
-            add(1.6, functools.partial(_lines, shown, leaf, canvas.leaf_label(name)))
+        for name, leaf in facts.read_leaves(buffer, state, slots, set(names)).items():
+            plot = partial(_plot_lines, shown, leaf, canvas.leaf_label(name))
+            rows.append(_row_over_steps(1.6, length, plot))
     if buffer.sampler.prioritized:
         raw = np.asarray(buffer.priorities(state, jnp.asarray(slots)))
-        add(1.5, functools.partial(_lines, shown, np.where(raw < 0, np.nan, raw), "priority"))
-    image = images.first(specs, 0)
+        plot = partial(_plot_lines, shown, np.where(raw < 0, np.nan, raw), "priority")
+        rows.append(_row_over_steps(1.5, length, plot))
+    image = images.find_images(specs, 0)
     if image is not None:
-        name, axes_order = image
-        few = min(length, _FRAMES)
-        film = one.slots[np.linspace(0, length - 1, few).astype(int)]
-        leaf = facts.leaves(buffer, state, film, {name})[name]
-        pictures, more = images.colored(images.frames(leaf, axes_order, 1)[:, -1])
-        sheet = images.tiles(pictures[None], np.ones((1, few)))
-        which = "all rows" if few == length else f"{few} of {length:,} rows, evenly apart"
-        rows.append(images.row(sheet, f"{canvas.leaf_label(name)}: {which}", more))
-    return canvas.drawn(rows, ax, "plot.episode")
+        rows.append(_film_strip(buffer, state, one, *image))
+    return canvas.draw_rows(rows, ax, "plot.episode")
 
 
-def _heading(
+def _row_over_steps(height: float, length: int, draw: Callable[[Axes, Tone], None]) -> Row:
+    """Returns a row with one panel, whose x-axis is the `length` rows of the episode."""
+
+    def panel(axes: Axes, tone: Tone) -> None:
+        axes.set_xlabel("row of the episode")
+        draw(axes, tone)
+        axes.set_xlim(-0.5, max(length - 0.5, 0.5))
+        canvas.whole_numbers(axes.xaxis, 10)
+
+    return Row(height, [panel])
+
+
+def _film_strip(
+    buffer: ReplayBuffer, state: BufferState, one: Episode, name: str, order: images.Order
+) -> Row:
+    """Returns a row with images of some of the episode's rows; of stacked frames the newest one."""
+    length, few = len(one), min(len(one), _FRAMES)
+    film = one.slots[np.linspace(0, length - 1, few).astype(int)]
+    leaf = facts.read_leaves(buffer, state, film, {name})[name]
+    pictures, more = images.to_rgb(images.to_frames(leaf, order, 1)[:, -1])
+    sheet = images.tile(pictures[None], np.ones((1, few)))
+    which = "all rows" if few == length else f"{few} of {length:,} rows, evenly apart"
+    return images.image_row(sheet, f"{canvas.leaf_label(name)}: {which}", more)
+
+
+def _write_heading(
     buffer: ReplayBuffer, one: Episode, k: int, count: int, axes: Axes, tone: Tone
 ) -> None:
     """Writes the figure's title, and a line below it, into a panel of their own."""
@@ -117,26 +125,28 @@ def _heading(
     axes.annotate("; ".join(notes), (0, 1), (0, -27), fontsize=8.5, color=tone.faint, **place)
 
 
-def _rewards(rewards: np.ndarray, axes: Axes, tone: Tone) -> None:
+def _plot_rewards(rewards: np.ndarray, axes: Axes, tone: Tone) -> None:
     """Plots rewards `[L, 1]` as bars with their cumulative sum; or `[L, parts]` as lines."""
     rows = np.arange(len(rewards))
     if rewards.shape[1] > 1:
-        _lines(rows, rewards, "reward", axes, tone)
+        _plot_lines(rows, rewards, "reward", axes, tone)
         return
+    # Plot the rewards as bars.
     width = max(0.8, min(4, 300 / len(rows)))
     axes.vlines(rows, 0, rewards[:, 0], color=canvas.BLUE, linewidth=width)
     axes.axhline(0, color=tone.line, linewidth=0.8)
     axes.set_ylabel("reward", color=canvas.BLUE)
+    # Plot the cumulative sum, with an axis of its own at the right.
     with np.errstate(invalid="ignore"):  # the sum of infinities of both signs is NaN
         total = np.cumsum(rewards[:, 0], dtype=np.float64)
     other = axes.twinx()
-    canvas.style(other, tone)
+    canvas.set_style(other, tone)
     other.step(rows, total, where="post", color=canvas.ORANGE, linewidth=1.4)
     other.set_ylabel("sum so far", color=canvas.ORANGE)
-    canvas.say(axes, tone, "Rewards, and their sum so far")
+    canvas.write_title(axes, tone, "Rewards, and their sum so far")
 
 
-def _lines(rows: np.ndarray, values: np.ndarray, name: str, axes: Axes, tone: Tone) -> None:
+def _plot_lines(rows: np.ndarray, values: np.ndarray, name: str, axes: Axes, tone: Tone) -> None:
     """Plots each number of values `[L, ...]` over the rows: lines for floats, dots for integers."""
     values, exact = values.reshape(len(values), -1), values.dtype.kind in "biu"
     look = {"linewidth": 1.2, "marker": "o" if len(rows) == 1 else ""}
@@ -147,5 +157,5 @@ def _lines(rows: np.ndarray, values: np.ndarray, name: str, axes: Axes, tone: To
         color = canvas.CYCLE[part % len(canvas.CYCLE)]
         axes.plot(rows, values[:, part], color=color, label=f"{part}", **look)
     if values.shape[1] > 1:
-        canvas.legend(axes, tone, "beside")
+        canvas.add_legend(axes, tone, "beside")
     axes.set_ylabel(name)

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
-from jrb.authoring import leaf_name
 from jrb.plot import canvas, facts, images
 from jrb.plot.canvas import Axes, Row, Tone
 from jrb.state import Sample
@@ -54,35 +52,37 @@ def sample(batch: Sample, ax: Axes | None = None) -> Any:
     drawn = np.asarray(real.reshape(len(real), -1).any(axis=1))
     if not drawn.any():
         more = f"all {canvas.count(len(real), 'entry', 'entries')} of the batch are masked"
-        return canvas.drawn(canvas.note("Nothing was drawn", more), ax, "plot.sample")
-    rows = [Row(2.2, [lambda *at: _slots(batch, drawn, *at)])]
+        return canvas.draw_rows(canvas.rows_of_text("Nothing was drawn", more), ax, "plot.sample")
+    rows = [Row(2.2, [lambda *at: _plot_slots(batch, drawn, *at)])]
     if (np.asarray(batch.weights)[drawn] != 1).any():
-        weights = lambda *at: _weights(batch, drawn, *at)
+        weights = lambda *at: _plot_weights(batch, drawn, *at)
         rows = [Row(2.3, [rows[0].panels[0], weights], (1.5, 1))]
     if real.ndim > 1:
         lines = min(len(real), _ROWS)
-        rows.append(Row(1.5 + lines / 40, [lambda *at: _windows(batch, real, *at)]))
-    rows += _images(batch, real)
-    return canvas.drawn(rows, ax, "plot.sample")
+        rows.append(Row(1.5 + lines / 40, [lambda *at: _plot_windows(batch, real, *at)]))
+    rows += _image_rows(batch, real)
+    return canvas.draw_rows(rows, ax, "plot.sample")
 
 
-def _slots(batch: Sample, drawn: np.ndarray, axes: Axes, tone: Tone) -> None:
+def _plot_slots(batch: Sample, drawn: np.ndarray, axes: Axes, tone: Tone) -> None:
     """Plots the number of draws by slot, for each buffer of a mix."""
     slots = np.asarray(batch.indices)[drawn]
     source = np.asarray(batch.info.get("source", np.zeros(len(drawn), np.int64)))[drawn]
+    # Stack the bars of the buffers.
     most, buffers = int(slots.max()) + 1, np.unique(source)
-    borders, base = facts.even(most, 60).astype(np.float64), np.zeros(1)
+    borders, base = facts.even_edges(most, 60).astype(np.float64), np.zeros(1)
     for number in buffers:
         counts = facts.histogram(slots[source == number], borders)
         color = canvas.CYCLE[int(number) % len(canvas.CYCLE)]
-        canvas.bars(axes, borders, counts, color, bottom=base, label=f"buffer {number}")
+        canvas.plot_bars(axes, borders, counts, color, bottom=base, label=f"buffer {number}")
         base = base + counts
     axes.set(xlim=(0, most), xlabel="slot", ylabel="draws")
     if len(buffers) > 1:
         axes.set_ylim(top=1.25 * base.max())
-        canvas.legend(axes, tone, columns=len(buffers))
+        canvas.add_legend(axes, tone, columns=len(buffers))
     canvas.whole_numbers(axes.xaxis)
     canvas.whole_numbers(axes.yaxis, 4)
+    # Sum up arrays of the unit and the sampler that have a number for each draw.
     notes = [] if drawn.all() else [f"{(~drawn).sum():,} masked"]
     for name, leaf in batch.info.items():
         if name == "source" or np.shape(leaf) != drawn.shape:
@@ -94,10 +94,10 @@ def _slots(batch: Sample, drawn: np.ndarray, axes: Axes, tone: Tone) -> None:
             notes.append(f"{name}: {canvas.span(values)}")
     distinct = len(np.unique(np.stack([source, slots]), axis=1).T)
     title = f"{canvas.count(len(slots), 'draw')} of {canvas.count(distinct, 'slot')}"
-    canvas.say(axes, tone, title, "; ".join(notes[:3]))
+    canvas.write_title(axes, tone, title, "; ".join(notes[:3]))
 
 
-def _weights(batch: Sample, drawn: np.ndarray, axes: Axes, tone: Tone) -> None:
+def _plot_weights(batch: Sample, drawn: np.ndarray, axes: Axes, tone: Tone) -> None:
     """Plots weights against the probabilities of the draws."""
     weights, chances = np.asarray(batch.weights)[drawn], np.asarray(batch.probabilities)[drawn]
     axes.plot(chances, weights, "o", color=canvas.BLUE, alpha=0.5, markersize=4, markeredgewidth=0)
@@ -106,11 +106,12 @@ def _weights(batch: Sample, drawn: np.ndarray, axes: Axes, tone: Tone) -> None:
     is_log = bool(chances.min() > 0 and chances.max() / chances.min() > 30)
     canvas.few_ticks(axes.xaxis, is_log)
     low, high, mean = (canvas.number(of(weights)) for of in (np.min, np.max, np.mean))
-    canvas.say(axes, tone, f"Weights from {low} to {high}", f"{mean} on average")
+    canvas.write_title(axes, tone, f"Weights from {low} to {high}", f"{mean} on average")
 
 
-def _windows(batch: Sample, real: np.ndarray, axes: Axes, tone: Tone) -> None:
+def _plot_windows(batch: Sample, real: np.ndarray, axes: Axes, tone: Tone) -> None:
     """Plots which rows of windows are real, and where episodes begin and end."""
+    # Number the entries by what they are: an index of `names` and `colors`.
     marks = real[:_ROWS].astype(np.int64)
     for value, name in ((2, "is_first"), (3, "is_last")):
         flags = batch.info.get(name)
@@ -120,53 +121,55 @@ def _windows(batch: Sample, real: np.ndarray, axes: Axes, tone: Tone) -> None:
     colors = (tone.line, canvas.SKY, canvas.GREEN, canvas.ORANGE)
     x, y = np.arange(marks.shape[1] + 1), np.arange(len(marks) + 1)
     axes.pcolormesh(x, y, marks, cmap=canvas.palette(colors), vmin=-0.5, vmax=3.5)
+    # Draw empty bars, which give the legend its entries.
     for value in np.unique(marks):
         axes.bar([0], [0], color=colors[value], label=names[value])
     axes.set(xlim=(0, x[-1]), ylim=(len(marks), 0), xlabel="row of the window", ylabel="draw")
     axes.spines[:].set_visible(False)
     canvas.whole_numbers(axes.xaxis, 8)
     canvas.whole_numbers(axes.yaxis, 4)
-    canvas.legend(axes, tone, "beside")
+    canvas.add_legend(axes, tone, "beside")
     more = "" if len(real) <= _ROWS else f"the first {_ROWS} of {len(real):,} draws"
     share = canvas.percent(float(real.mean()))
     title = f"Windows of {canvas.count(real.shape[1], 'row')}: {share} of the entries are real"
-    canvas.say(axes, tone, title, more)
+    canvas.write_title(axes, tone, title, more)
 
 
-def _images(batch: Sample, real: np.ndarray) -> list[Row]:
+def _image_rows(batch: Sample, real: np.ndarray) -> list[Row]:
     """Returns a row with a contact sheet, or with film strips; no row if there are no images."""
     leaves = {
-        leaf_name(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch.data)
+        name: leaf
+        for name, leaf in facts.leaves_by_name(batch.data).items()
         if np.shape(leaf)[:1] == (len(real),)
     }
-    image = images.first(leaves, real.ndim)
+    image = images.find_images(leaves, real.ndim)
     if image is None:
         return []
     (name, order), notes = image, []
+    # Pick the frames: rows of a few windows, or images or stacks of a few draws.
     if real.ndim > 1:
         length = real.shape[1]
         at = np.unique(np.linspace(0, length - 1, min(length, _LONG)).astype(int))
         few = min(len(real), _STRIPS)
-        frames = images.frames(np.asarray(leaves[name][:few][:, at]), order, 2)[:, :, -1]
+        frames = images.to_frames(np.asarray(leaves[name][:few][:, at]), order, 2)[:, :, -1]
         shown = real[:few][:, at]
         rows = "" if len(at) == length else f"{len(at)} of {length} rows, "
         notes = [f"{rows}oldest first", *["masked ones are pale"] * (not shown.all())]
     else:
-        frames = images.frames(np.asarray(leaves[name][:_IMAGES]), order, 1)
+        frames = images.to_frames(np.asarray(leaves[name][:_IMAGES]), order, 1)
         few = min(len(frames), _STRIPS)
         if frames.shape[1] == 1:
             few = len(frames) - len(frames) % min(_ACROSS, len(frames))
         else:
             notes = [f"stacks of {frames.shape[1]} frames, oldest first"]
         frames, shown = frames[:few], np.broadcast_to(real[:few, None], (few, frames.shape[1]))
-    pictures, more = images.colored(frames)
+    pictures, more = images.to_rgb(frames)
     opacity = np.where(shown, 1.0, images.PALE)
     # A contact sheet has up to 16 images in a line; film strips have a line each.
     grid = (-1, min(_ACROSS, few)) if frames.shape[1] == 1 else opacity.shape
     pictures = pictures.reshape(*grid, *pictures.shape[2:])
-    sheet = images.tiles(pictures, opacity.reshape(grid))
+    sheet = images.tile(pictures, opacity.reshape(grid))
     whole = len(real)
     number = canvas.count(whole, "draw") if few == whole else f"{few} of {whole:,} draws"
     title = f"{canvas.leaf_label(name)}: {number}"
-    return [images.row(sheet, title, "; ".join(filter(None, [*notes, more])))]
+    return [images.image_row(sheet, title, "; ".join(filter(None, [*notes, more])))]

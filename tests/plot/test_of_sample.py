@@ -108,10 +108,10 @@ def test_images_are_told_by_their_shape(shape):
         assert order is None
         return
     values = np.random.default_rng(0).integers(0, 255, (2, *shape)).astype(np.uint8)
-    frames = images.frames(values, order, 1)
+    frames = images.to_frames(values, order, 1)
     assert frames.shape == (2, *want)
     assert sorted(frames.ravel()) == sorted(values.ravel())
-    shown, _ = images.colored(frames)
+    shown, _ = images.to_rgb(frames)
     assert shown.shape == (*frames.shape[:-1], 3)
     assert 0 <= shown.min() <= shown.max() <= 1
 
