@@ -16,9 +16,12 @@ _option = typer.Option
 _path = functools.partial(_option, callback=sources.user_path)
 
 _BENCHMARKS, _TRACEBACK, _INTERRUPTED = "jrb._benchmarks", "--traceback", 130
-_LARGEST = 2**31 - 1  # the largest integer of JAX
+_LARGEST = 2**31 - 1
+"""The largest int32, the default integer of JAX."""
 
-_UsageError: Any = next(  # typer does not export the error that it raises for wrong arguments
+# typer does not export the error that it raises for wrong arguments: find it among the base classes
+# of one that it exports.
+_UsageError: Any = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError"
 )
 
@@ -65,8 +68,10 @@ def demo(
     ] = "jrb-demo.png",
 ) -> None:
     """Train a double DQN, all of it inside one jit."""
+    # JAX learns the number of devices when it starts: set it before anything uses JAX.
     if devices > 1:
         importlib.import_module("jrb.demo").prepare_devices(devices)
+    # Check the name of the environment first, whose error lists the right ones.
     report = importlib.import_module("jrb.demo.report")
     try:
         report.training.Config(env=env)
@@ -89,6 +94,7 @@ def doctor(
     module, _, name = target.partition(":")
     if not module or not name:
         raise typer.BadParameter(f"expected MODULE:FUNCTION, got {target!r}.")
+    # Import the module, also from the current folder, and make the step and its arguments.
     sys.path.insert(0, "")
     try:
         make = getattr(importlib.import_module(module), name, None)
@@ -102,6 +108,7 @@ def doctor(
             f"{target}: expected a function that ends with `return step, arg1, arg2`, the step and "
             f"what it is called with, got {printable(repr(case))[:200]}."
         )
+    # Report; findings are a failure, so that scripts notice them.
     report = importlib.import_module("jrb.doctor").doctor(*case)
     typer.echo(printable(str(report)))
     if report.findings:
@@ -131,7 +138,7 @@ def bench(
     require("gymnasium", "bench")
     if plot:
         require("matplotlib", "bench")
-    command = importlib.import_module(f"{_benchmarks().__name__}.command")
+    command = importlib.import_module(f"{_import_benchmarks().__name__}.command")
     if show:
         command.show()
         return
@@ -153,10 +160,11 @@ def bench(
     command.run(options)
 
 
-def _benchmarks() -> ModuleType:
+def _import_benchmarks() -> ModuleType:
     """Imports the benchmarks from the installed package, or from the repository's folder."""
     if _BENCHMARKS in sys.modules or importlib.util.find_spec(_BENCHMARKS) is not None:
         return importlib.import_module(_BENCHMARKS)
+    # A checkout has the folder beside the package, under another name than installed.
     folder = pathlib.Path(__file__).parents[2] / "benchmarks"
     where = [str(folder)]
     spec = importlib.util.spec_from_file_location(
@@ -171,6 +179,7 @@ def _benchmarks() -> ModuleType:
 
 def run(arguments: list[str]) -> int:
     """Runs a command and returns its exit status. Errors are one line on stderr."""
+    # `--traceback` is accepted anywhere among the arguments.
     words = [word for word in arguments if word != _TRACEBACK]
     try:
         status = app(words, prog_name="jrb", standalone_mode=False) or 0
@@ -180,7 +189,7 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         line, status = "interrupted.", _INTERRUPTED
     except _UsageError as error:
-        # typer's messages may begin with pydantic's "Value error, "
+        # typer's messages may begin with pydantic's "Value error, ".
         line, status = error.format_message().replace("Value error, ", ""), 2
         if error.ctx is not None:
             stop = "" if line.endswith((".", "?")) else "."
@@ -192,9 +201,11 @@ def run(arguments: list[str]) -> int:
         if len(words) < len(arguments):
             raise
         line, status = str(error), 2 if isinstance(error, sources.NOT_THERE) else 1
+        # The text of an error of the system has its number, and quotes the path.
         if isinstance(error, OSError) and error.strerror:
             line = f"{error.strerror.lower()}."
             line = f"{error.filename}: {line}" if error.filename else line
+        # Messages of other errors are no sentences for users: name the class, and how to see more.
         is_for_people = isinstance(error, OSError | ValueError | TypeError | ImportError)
         if not line or not (is_for_people or isinstance(error, RuntimeError)):
             line = f"{type(error).__name__}: {line} ({_TRACEBACK} shows where.)"

@@ -14,7 +14,8 @@ rich_console: Any = require("rich.console", "cli")
 rich_table: Any = require("rich.table", "cli")
 rich_text: Any = require("rich.text", "cli")
 
-_ENDLESS = 4096  # the width in a pipe, so that lines are not broken
+_ENDLESS = 4096
+"""The width in characters of output to a pipe, so that lines are not broken."""
 
 
 def show(*blocks: Any) -> None:
@@ -34,11 +35,12 @@ def show_help(context: Any) -> None:
 
 def write_json(value: Any) -> None:
     """Writes a value to stdout as JSON, with null for NaN and infinities."""
+    # JSON has no such numbers: `parse_constant` is called for each of them.
     plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
     sys.stdout.write(json.dumps(plain, indent=2, allow_nan=False) + "\n")
 
 
-def facts(pairs: Sequence[tuple[str, str]]) -> Any:
+def fact_table(pairs: Sequence[tuple[str, str]]) -> Any:
     """Returns a table of names and values; leaves out empty values."""
     table = rich_table.Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
@@ -51,6 +53,7 @@ def facts(pairs: Sequence[tuple[str, str]]) -> Any:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> Any:
     """Returns a table with a header; the last `numbers` columns are numbers, aligned right."""
+    # Numbers are never broken; other cells are, if the terminal is too narrow.
     look = {"pad_edge": False, "show_edge": False, "header_style": "bold"}
     view = rich_table.Table(box=rich_box.SIMPLE_HEAD, **look)
     for place, name in enumerate(head):
@@ -68,7 +71,7 @@ def plain(text: str, style: str = "") -> Any:
 
 
 @contextlib.contextmanager
-def working(text: str) -> Iterator[None]:
+def show_spinner(text: str) -> Iterator[None]:
     """Shows a spinner with a text on a terminal while the block runs."""
     console = rich_console.Console(stderr=True)
     with console.status(plain(text)) if console.is_terminal else contextlib.nullcontext():
@@ -76,7 +79,7 @@ def working(text: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def bar(text: str) -> Iterator[Callable[[float], None]]:
+def show_progress(text: str) -> Iterator[Callable[[float], None]]:
     """Shows a progress bar on a terminal; yields a function that takes the fraction done."""
     console, rich = rich_console.Console(stderr=True), require("rich.progress", "cli")
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TaskProgressColumn()

@@ -9,16 +9,18 @@ from typing import Annotated, Any, Literal
 
 from jrb._util.wording import bytes_text, printable, require
 from jrb.cli import console, sources
-from jrb.cli.inspect import disk
+from jrb.cli.inspect import bytes_on_disk
 
 typer: Any = require("typer", "cli")
 
-_LOADED = ("native", "h5")  # formats that `jrb.load` reads into JAX arrays
+_LOADED = ("native", "h5")
+"""The formats that `jrb.load` reads into JAX arrays."""
 _TORCHRL = ("torchrl", "torchrl-flat")
 _EPISODES = ("minari", "d4rl")
 _TABLES = ("parquet", "arrow")
 Format = Literal["native", "h5", "torchrl", "torchrl-flat", "minari", "d4rl", "parquet", "arrow"]
-_PIECE = 8 << 20  # the bytes of a table that are written at once
+_PIECE = 8 << 20
+"""The number of bytes of a table that are written at once."""
 
 _LOST = {
     **dict.fromkeys(_TORCHRL, "batch size, unit, transforms, and state of samplers but priorities"),
@@ -57,29 +59,32 @@ def convert(
     """Convert SOURCE to another format, at DEST."""
     if compression is not None and to != "h5":
         raise typer.BadParameter("--compression: expected none but with --to h5.")
+    # The leaves of a dataset become what `jrb.load` can read; everything else keeps its dtypes.
     casts = sources.kind_of(source) == sources.OTHER and to in _LOADED and not x64
     _check_dest(source, dest, overwrite)
     enable_x64 = importlib.import_module("jrb.authoring").enable_x64
     with contextlib.nullcontext() if casts else enable_x64():
         buffer, chosen, cast, lost = _load(source, to, casts, state)
-        with console.working(f"writing {dest}"):
+        with console.show_spinner(f"writing {dest}"):
             _replace(source, dest, overwrite, (to, buffer, chosen, compression))
+    # Say what the result lacks.
     lost = f" It has no place for {lost}." if lost else ""
     lost += f" As jrb.load has no 64 bits: {', '.join(cast)}; --x64 keeps them." if cast else ""
-    console.show(console.plain(f"{dest}: {to}, {bytes_text(disk(dest))}.{lost}"))
+    console.show(console.plain(f"{dest}: {to}, {bytes_text(bytes_on_disk(dest))}.{lost}"))
 
 
 def _check_dest(source: str, dest: str, overwrite: bool) -> None:
     """Raises if `dest` must not be written: it exists, is in use, or overlaps with `source`."""
-    sources.check_apart(source, dest)
+    sources.check_no_overlap(source, dest)
     if not os.path.lexists(dest):
         return
     if not overwrite:
         raise ValueError(f"{dest}: there is something already; --overwrite would replace it.")
     if sources.kind_of(dest) == sources.OTHER:
-        sources.dataset(dest)  # raises if it is no dataset
+        sources.open_dataset(dest)  # raises if it is no dataset
+    # The lock raises if other files would be lost, or another process writes.
     with importlib.import_module("jrb.datasets.library").locked(dest):
-        pass  # raises if other files would be lost, or another process writes
+        pass
 
 
 def _load(source: str, to: str, casts: bool, number: str | None) -> tuple[Any, Any, list[str], str]:
@@ -88,8 +93,9 @@ def _load(source: str, to: str, casts: bool, number: str | None) -> tuple[Any, A
     Also returns texts on the leaves whose dtypes were converted, and on what the format lacks.
     """
     jrb: Any = importlib.import_module("jrb")
+    # Load a checkpoint or store; only jrb's own format takes states of several buffers and objects.
     if sources.kind_of(source) != sources.OTHER:
-        buffer, state = sources.buffer(source, number)
+        buffer, state = sources.load_buffer(source, number)
         single = isinstance(buffer, jrb.ReplayBuffer) and not state.edits.shape
         if to != "native" and not (single and not buffer.storage.of_objects):
             raise ValueError(
@@ -97,12 +103,14 @@ def _load(source: str, to: str, casts: bool, number: str | None) -> tuple[Any, A
                 "objects, or states under vmap. --to native takes them, --state 0 a single state."
             )
         return buffer, state, [], _LOST.get(to, "")
-    dataset = sources.dataset(source, number)
+    # Open a dataset: formats of episodes take it as it is, others take a buffer with its items.
+    dataset = sources.open_dataset(source, number)
     parts = {"the facts about episodes": dataset.facts, "the metadata": dataset.metadata}
     lost = " and ".join(name for name, part in parts.items() if part)
     if to in _EPISODES:
         return dataset, None, [], lost
     buffer, state = dataset.buffer(storage=jrb.MemmapStorage(None), cast=casts)
+    # Compare the dtypes of the dataset with those of the buffer.
     names = importlib.import_module("jrb.authoring").leaf_names(dataset.spec)
     leaves = importlib.import_module("jax").tree.leaves
     pairs = zip(names, leaves(dataset.spec), leaves(buffer.stored(state)), strict=True)
@@ -117,11 +125,12 @@ def _replace(source: str, dest: str, overwrite: bool, result: tuple[Any, ...]) -
     if os.path.lexists(temporary):
         raise ValueError(f"{temporary}: expected nothing there, found something. Move it away.")
     try:
-        _write(temporary, dest, *result)
+        _write_result(temporary, dest, *result)
         _check_dest(source, dest, overwrite)  # again, as writing may have taken long
         if not os.path.lexists(dest):
             os.rename(temporary, dest)
             return
+        # Move the old result away, and back if the new one cannot be moved to its place.
         library = importlib.import_module("jrb.datasets.library")
         with library.locked(dest) as is_own:
             try:
@@ -137,7 +146,10 @@ def _replace(source: str, dest: str, overwrite: bool, result: tuple[Any, ...]) -
             os.remove(temporary)
 
 
-def _write(path: str, dest: str, to: str, buffer: Any, state: Any, compression: str | None) -> None:
+def _write_result(
+    path: str, dest: str, to: str, buffer: Any, state: Any, compression: str | None
+) -> None:
+    """Writes a result to `path`, in the format `to`; `dest` gives a dataset its name."""
     jrb: Any = importlib.import_module("jrb")
     if to in _LOADED:
         options = {"layout": "h5", "compression": compression} if to == "h5" else {}
@@ -154,7 +166,7 @@ def _write(path: str, dest: str, to: str, buffer: Any, state: Any, compression: 
         name = name if versioned else re.sub(r"[^-\w]", "-", name) + "-v0"
         jrb.datasets.write_minari(path, buffer, state, dataset_id=name)
     else:
-        # A table of all items, written some megabytes at a time.
+        # Write a table of all items, some megabytes at a time.
         nbytes = importlib.import_module("jrb.authoring").tree_nbytes(buffer.stored(state))
         reader = jrb.to_arrow(buffer, state, chunks=max(1, _PIECE // max(nbytes, 1)))
         empty = [field.name for field in reader.schema if 0 in getattr(field.type, "shape", ())]
@@ -231,7 +243,7 @@ def copy(
     """Copy a dataset into memory-mapped files. Run it again to continue after an interruption."""
     jrb: Any = importlib.import_module("jrb")
     with importlib.import_module("jrb.authoring").enable_x64():
-        dataset = sources.dataset(source, state)
-        sources.check_apart(source, dest)
+        dataset = sources.open_dataset(source, state)
+        sources.check_no_overlap(source, dest)
         dataset.buffer(storage=jrb.MemmapStorage(dest), cast=False)
     console.show(console.plain(f"{dest} holds {dataset.transitions:,} transitions."))

@@ -21,8 +21,12 @@ from jrb.cli import console, sources
 
 typer: Any = require("typer", "cli")
 
-_LONGEST = 200  # the maximum number of characters shown of a metadata entry
-_ITEMS = ("storage/", "items/")  # how the names of arrays with items begin
+_LONGEST = 200
+"""The maximum number of characters that are shown of a metadata entry."""
+
+_ITEMS = ("storage/", "items/")
+"""The beginnings of the names of arrays with items."""
+
 _BLANK = {
     **dict.fromkeys(("path", "kind", "description", "size", "capacity", "num_envs", "nbytes")),
     **dict.fromkeys(("disk", "episodes", "transitions")),
@@ -54,24 +58,24 @@ def inspect(
     kind = sources.kind_of(path)
     if kind == sources.FOLDER:
         saved = manifest.open_generation(path).generation
-        report = _of_folder(path, saved, saved.meta)
+        report = _report_folder(path, saved, saved.meta)
     else:
-        report = _of_file(path) if kind == sources.FILE else _of_dataset(path)
+        report = _report_file(path) if kind == sources.FILE else _report_dataset(path)
     if plot is not None:
-        _plot(path, kind, plot, state)
+        _save_plot(path, kind, plot, state)
     if json:
         console.write_json(report)
     else:
-        console.show(*_blocks(report))
+        console.show(*_render(report))
 
 
-def _plot(path: str, kind: str, file: str, number: str | None) -> None:
+def _save_plot(path: str, kind: str, file: str, number: str | None) -> None:
     jrb: Any = importlib.import_module("jrb")
     with importlib.import_module("jrb.authoring").enable_x64():  # so that 64-bit items are plotted
         if kind == sources.OTHER:
-            buffer, state = sources.dataset(path).buffer()
+            buffer, state = sources.open_dataset(path).buffer()
         else:
-            buffer, state = sources.buffer(path, number)
+            buffer, state = sources.load_buffer(path, number)
         if not isinstance(buffer, jrb.ReplayBuffer):
             raise ValueError(
                 f"{path}: expected a single buffer for --plot, got several. Load them with "
@@ -81,24 +85,26 @@ def _plot(path: str, kind: str, file: str, number: str | None) -> None:
         jrb.plot.state(buffer, state).savefig(file, dpi=150)
 
 
-def disk(path: str) -> int:
+def bytes_on_disk(path: str) -> int:
     """Returns the number of bytes on disk of a file, or of all files in a folder."""
+    # Blocks have 512 bytes; sparse files have fewer than their length needs.
     files = [os.path.join(at, name) for at, _, names in os.walk(path) for name in names] or [path]
     return sum(os.stat(file).st_blocks * 512 for file in files if os.path.exists(file))
 
 
-def _report(path: str, kind: str, **entries: Any) -> Report:
+def _new_report(path: str, kind: str, **entries: Any) -> Report:
     lists = {name: [] for name in _LISTS} | {"metadata": {}, "parts": {}}
-    return _BLANK | lists | {"path": path, "kind": kind, "disk": disk(path)} | entries
+    return _BLANK | lists | {"path": path, "kind": kind, "disk": bytes_on_disk(path)} | entries
 
 
 def _leaf(name: str, dtype: str, shape: Any, nbytes: int) -> dict[str, Any]:
     return {"name": name, "dtype": dtype, "shape": list(shape), "nbytes": int(nbytes)}
 
 
-def _of_folder(path: str, saved: Generation, meta: dict[str, Any], prefix: str = "") -> Report:
+def _report_folder(path: str, saved: Generation, meta: dict[str, Any], prefix: str = "") -> Report:
     """Returns the report of a generation of a checkpoint or a store, or of a part of one."""
     facts, form, parts = meta.get("facts") or {}, meta.get("form") or {}, meta.get("parts", {})
+    # List the arrays of this part, with type and bytes: small ones, then large ones in blocks.
     arrays = {name: (it.kind, len(it.data)) for name, it in saved.small.items()}
     specs = {name: table.spec for name, table in saved.large.items()}
     arrays |= {name: (it.kind, it.rows * it.width) for name, it in specs.items()}
@@ -107,12 +113,13 @@ def _of_folder(path: str, saved: Generation, meta: dict[str, Any], prefix: str =
         for name, (kind, nbytes) in sorted(arrays.items())
         if name.startswith(prefix) and kind  # those without a type are a store's own records
     ]
+    # Tell the arrays of items, the state and the user's own data apart by their names.
     others = [it for it in own if not it["name"].startswith((".", *_ITEMS)) and not parts]
     extra = [it for it in own if it["name"].startswith(manifest.EXTRA)]
     leaves = [_leaf(*leaf) for leaf in manifest.item_leaves(meta)]
     notes = [_NOTES[form["kind"]].format_map(form)] if form.get("kind") in _NOTES else []
     kind = str(meta.get("kind"))
-    return _report(
+    return _new_report(
         path,
         {"buffer": "checkpoint"}.get(kind, kind),
         description=facts.get("description"),
@@ -127,7 +134,7 @@ def _of_folder(path: str, saved: Generation, meta: dict[str, Any], prefix: str =
         notes=notes,
         metadata={"versions": facts.get("versions")} if facts else {},
         parts={
-            name: _of_folder(path, saved, part, manifest.prefix_of(prefix, name))
+            name: _report_folder(path, saved, part, manifest.prefix_of(prefix, name))
             for name, part in parts.items()
         },
     )
@@ -144,12 +151,12 @@ def _generations(path: str) -> Iterator[dict[str, Any]]:
             yield entry | {"damage": str(error)}
 
 
-def _of_dataset(path: str) -> Report:
-    dataset = sources.dataset(path)
+def _report_dataset(path: str) -> Report:
+    dataset = sources.open_dataset(path)
     authoring, jax = importlib.import_module("jrb.authoring"), importlib.import_module("jax")
     names, specs = authoring.leaf_names(dataset.spec), jax.tree.leaves(dataset.spec)
     nbytes = [dataset.transitions * authoring.tree_nbytes(leaf) for leaf in specs]
-    return _report(
+    return _new_report(
         path,
         dataset.format.name,
         nbytes=dataset.nbytes,
@@ -164,9 +171,9 @@ def _of_dataset(path: str) -> Report:
     )
 
 
-def _of_file(path: str) -> Report:
+def _report_file(path: str) -> Report:
     """Returns the report of a checkpoint in one HDF5 file: that of a dataset, with more entries."""
-    report = _of_dataset(path)
+    report = _report_dataset(path)
     facts = importlib.import_module("jrb.checkpoint").metadata(path)
     names = ("description", "size", "capacity", "num_envs")
     saved = {"generation": 0, "time": facts.get("time"), "size": facts.get("size"), "damage": None}
@@ -175,15 +182,13 @@ def _of_file(path: str) -> Report:
     return report | {name: facts.get(name) for name in names} | entries
 
 
-# Reports as texts and tables.
-
-
-def _blocks(report: Report, indent: str = "") -> Iterator[Any]:
+def _render(report: Report, indent: str = "") -> Iterator[Any]:
     """Yields the texts and tables that show a report, from top to bottom."""
     padding = importlib.import_module("rich.padding").Padding
     shift = lambda block: padding(block, (0, 0, 0, len(indent)), expand=False)
     yield shift(console.plain(f"{report['path']}: {report['kind']}", "bold"))
-    yield shift(console.facts(_facts(report)))
+    yield shift(console.fact_table(_fact_rows(report)))
+    # Make the contents of all sections; those without rows are left out below.
     generations = [
         (
             str(each["generation"] or ""),
@@ -212,7 +217,7 @@ def _blocks(report: Report, indent: str = "") -> Iterator[Any]:
     for name, part in report["parts"].items():
         yield console.plain("")
         yield shift(console.plain(f"part '{name}'", "bold"))
-        yield from _blocks(part, indent + "  ")
+        yield from _render(part, indent + "  ")
 
 
 def _leaf_table(leaves: list[dict[str, Any]]) -> Any:
@@ -227,13 +232,15 @@ def _leaf_table(leaves: list[dict[str, Any]]) -> Any:
     return console.table(("leaf", "type", "memory"), rows, numbers=1)
 
 
-def _facts(report: Report) -> list[tuple[str, str]]:
+def _fact_rows(report: Report) -> list[tuple[str, str]]:
+    """Returns names and texts of a report's numbers and metadata; texts are empty for no value."""
     size, capacity, metadata = report["size"], report["capacity"], report["metadata"]
     count = lambda name: "" if report[name] is None else f"{report[name]:,}"
     text = count("size") if isinstance(size, int) else ""
     if capacity is not None and size is not None:
         share = f" ({100 * size / capacity:.0f} %)" if isinstance(size, int) else " each"
         text = f"{text or size} of {capacity:,}{share}"
+    # Shorten long metadata, and put the versions of libraries last.
     versions = (metadata.get("versions") or {}).items()
     texts = ((name, _fact_text(fact)) for name, fact in metadata.items() if name != "versions")
     facts = [(name, text) for name, text in texts if text]

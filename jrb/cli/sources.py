@@ -25,7 +25,7 @@ def user_path(text: str | None) -> str | None:
         path = None if text is None else files.absolute(text)
     except ValueError as error:
         raise typer.BadParameter(str(error).removeprefix("path: ")) from None
-    # Shown as it was given, unless it is a URL.
+    # Keep the path as it was given, for messages, unless it is a URL.
     return path if text is None or text.lower().startswith("file:") else os.path.expanduser(text)
 
 
@@ -34,6 +34,7 @@ def picture_path(text: str | None) -> str | None:
     path = user_path(text)
     if path is None:
         return None
+    # matplotlib chooses the format by the ending.
     formats = require("matplotlib.figure", "plot").Figure().canvas.get_supported_filetypes()
     if os.path.splitext(path)[1][1:].lower() not in formats:
         raise typer.BadParameter(f"expected a file such as state.png or state.svg, got {path}.")
@@ -76,6 +77,7 @@ def kind_of(path: str) -> str:
         return FOLDER if manifest.is_checkpoint(path) else OTHER
     if not os.path.isfile(path):
         return OTHER
+    # Look for the signature of HDF5, then for the attribute of jrb's own files.
     with open(path, "rb") as file:
         if file.read(8) != b"\x89HDF\r\n\x1a\n":
             return OTHER
@@ -87,20 +89,20 @@ def kind_of(path: str) -> str:
         return OTHER
 
 
-def _index(state: str) -> tuple[int, ...]:
+def _parse_index(state: str) -> tuple[int, ...]:
     parts = state.split(",")
     if not all(map(str.isdecimal, parts)):
         raise typer.BadParameter(f"--state: expected a number, or such as 0,1, got {state!r}.")
     return tuple(map(int, parts))
 
 
-def dataset(path: str, state: str | None = None) -> Any:
+def open_dataset(path: str, state: str | None = None) -> Any:
     """Returns the dataset at a path, of any format; raises `NotOursError` if none matches."""
     if kind_of(path) == FOLDER:
         manifest.metadata(path)  # raises if the checkpoint is damaged: no format would match it
     datasets = importlib.import_module("jrb.datasets")
     try:
-        return datasets.open(path, **({} if state is None else {"state": _index(state)}))
+        return datasets.open(path, **({} if state is None else {"state": _parse_index(state)}))
     except datasets.library.UnknownFormatError as error:
         raise NotOursError(
             f"{path}: expected a checkpoint, a store, or a dataset of a format that jrb knows, "
@@ -108,7 +110,7 @@ def dataset(path: str, state: str | None = None) -> Any:
         ) from error
 
 
-def check_apart(source: str, dest: str) -> None:
+def check_no_overlap(source: str, dest: str) -> None:
     """Raises if two paths are the same, or one contains the other."""
     one, other = os.path.realpath(source), os.path.realpath(dest)
     is_same = os.path.exists(dest) and os.path.samefile(source, dest)
@@ -116,11 +118,11 @@ def check_apart(source: str, dest: str) -> None:
         raise ValueError(f"{dest}: expected a path apart from that of the source, got {source}.")
 
 
-def buffer(path: str, state: str | None = None) -> tuple[Any, Any]:
+def load_buffer(path: str, state: str | None = None) -> tuple[Any, Any]:
     """Returns the saved buffer at a path, and its state, or the one that `state` selects."""
     buffer, loaded = importlib.import_module("jrb.checkpoint").load(path)
     if state is not None:
-        loaded = importlib.import_module("jrb.read").one_state(path, loaded, _index(state))
+        loaded = importlib.import_module("jrb.read").one_state(path, loaded, _parse_index(state))
     return buffer, loaded
 
 
@@ -130,13 +132,13 @@ def verify(path: Annotated[str, SOURCE]) -> None:
     Prints one line for each defect, and exits with status 1 if there are any.
     """
     kind = kind_of(path)
-    with console.bar("verifying") as progress:
+    with console.show_progress("verifying") as progress:
         if kind == FOLDER:
             lines = block_store.damages(path, progress)
         elif kind == FILE:
             lines = importlib.import_module("jrb.checkpoint").verify(path, progress)
         else:
-            lines = _damages(path, progress)
+            lines = _find_damage(path, progress)
     for line in lines:
         sys.stdout.write(f"{printable(' '.join(line.split()))}\n")
     if lines:
@@ -145,9 +147,9 @@ def verify(path: Annotated[str, SOURCE]) -> None:
     sys.stdout.write(f"{printable(path)} {what}.\n")
 
 
-def _damages(path: str, progress: Callable[[float], None]) -> list[str]:
+def _find_damage(path: str, progress: Callable[[float], None]) -> list[str]:
     """Reads a dataset in blocks, and after an error each episode; returns a line per defect."""
-    source = dataset(path)
+    source = open_dataset(path)
     steps, done = max(source.transitions, 1), 0
     rows_of = importlib.import_module("jrb.datasets.format").rows_of
     try:
@@ -156,6 +158,7 @@ def _damages(path: str, progress: Callable[[float], None]) -> list[str]:
             progress(done / steps)
         return []
     except _ERRORS as error:
+        # Several episodes may have the same defect, such as that of their file: name it once.
         lines: dict[str, None] = {}
         for number in range(len(source)):
             try:

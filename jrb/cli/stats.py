@@ -23,17 +23,18 @@ def stats(
     """Show returns, lengths and rewards of the episodes at PATH."""
     sources.kind_of(path)  # raises if there is no such path
     with importlib.import_module("jrb.authoring").enable_x64():  # keeps 64-bit dtypes
-        dataset = sources.dataset(path, state)
+        dataset = sources.open_dataset(path, state)
         running = dataset.facts.get("running", np.zeros(len(dataset), bool))
         counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
         counts |= {"complete": int(dataset.complete.sum()), "running": int(running.sum())}
-        summaries = {name: summary(values) for name, values in _numbers(dataset).items()}
+        summaries = {name: summary(values) for name, values in _read_numbers(dataset).items()}
     if json:
         empty = {"returns": None, "rewards": None}
         console.write_json({"path": path, **empty, **counts, **summaries})
         return
     blocks = [console.plain(path, "bold")]
-    blocks.append(console.facts([(name, f"{count:,}") for name, count in counts.items()]))
+    blocks.append(console.fact_table([(name, f"{count:,}") for name, count in counts.items()]))
+    # Show a column of statistics for each group of numbers, then its histogram in a line.
     some = {name: each for name, each in summaries.items() if each["count"]}
     if some:
         rows = [[row, *(_text(each[row]) for each in some.values())] for row in _ROWS]
@@ -43,11 +44,11 @@ def stats(
         for name, each in some.items()
         if each["min"] != each["max"]
     ]
-    blocks += [console.plain(""), console.facts(histograms)] if histograms else []
+    blocks += [console.plain(""), console.fact_table(histograms)] if histograms else []
     console.show(*blocks)
 
 
-def _numbers(dataset: Any) -> dict[str, np.ndarray]:
+def _read_numbers(dataset: Any) -> dict[str, np.ndarray]:
     """Returns the lengths and returns of complete episodes, and the rewards of all steps.
 
     If a reward has several leaves or numbers, each of them is a separate entry.
@@ -63,6 +64,7 @@ def _numbers(dataset: Any) -> dict[str, np.ndarray]:
         ]
         concat = lambda *leaves: np.concatenate(leaves)
         rewards = jax.tree.map(concat, *rows) if rows else np.zeros(0)
+        # Name each number of each leaf.
         summed = {"returns": complete.returns(), "rewards": rewards}
         for path, values in jax.tree_util.tree_leaves_with_path(summed):
             name = importlib.import_module("jrb.authoring").leaf_name(path)
