@@ -22,7 +22,8 @@ from jrb._util.wording import bytes_text
 from jrb.jaxpr_search import CopySearch, Finding, large_constants, without_ones
 from jrb.state import BufferState
 
-_CALLS = 5  # calls that are timed, after a first one
+_CALLS = 5
+"""The number of calls that are timed, after a first one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ def doctor(step: Callable[..., Any], *args: Any) -> Report:
         any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(a)) for a in args
     ]
     # Other arguments, such as descriptions, are closed over: `jit` would refuse them.
-    dynamic = [index for index, wanted in enumerate(is_dynamic) if wanted]
+    dynamic = [index for index, has_arrays in enumerate(is_dynamic) if has_arrays]
 
     def call(*arrays: Any) -> Any:
         whole = list(args)
@@ -97,30 +98,33 @@ def doctor(step: Callable[..., Any], *args: Any) -> Report:
             whole[index] = array
         return step(*whole)
 
+    # Compile the step with all states donated, and run it.
     arrays = [args[index] for index in dynamic]
     with_state = tuple(n for n, one in enumerate(arrays) if states_in(one))
-    names = _names(step, args)
+    names = _argument_names(step, args)
     compiled = jax.jit(call, donate_argnums=with_state)
     # The program is searched before XLA has optimized it, as only then operations have lines.
     closed, result = jax.make_jaxpr(call, return_shape=True)(*arrays)
-    with warnings.catch_warnings():  # a state that is only read cannot be donated
+    # A state that is only read cannot be donated, of which JAX warns.
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         memory: Any = compiled.lower(*arrays).compile().memory_analysis()
-        traces, seconds = _run(compiled, arrays, with_state)
+        traces, seconds = _time_step(compiled, arrays, with_state)
     copied = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    # Search the program for copies; report those for which the compiled program has memory.
     labels = [
         f"{names[index]}{jax.tree_util.keystr(path)}"
         for index, one in zip(dynamic, arrays, strict=True)
         for path, _ in jax.tree_util.tree_flatten_with_path(one)[0]
     ]
-    found: dict[tuple[str, str], tuple[int, Finding, bool]] = {}
-    CopySearch(_shapes(arrays), found).program(closed.jaxpr, labels)
+    copies: dict[tuple[str, str], tuple[int, Finding, bool]] = {}
+    CopySearch(_large_shapes(arrays), copies).program(closed.jaxpr, labels)
     findings = [
-        *_not_donated(step, args, names, result),
+        *_find_undonated(step, args, names, result),
         *{(one.where, one.mend): one for one in large_constants(closed)}.values(),
-        *(one for nbytes, one, is_certain in found.values() if is_certain or nbytes <= copied),
+        *(one for nbytes, one, is_certain in copies.values() if is_certain or nbytes <= copied),
     ]
-    return Report(tuple(findings), copied, traces, seconds, _parts(step, args))
+    return Report(tuple(findings), copied, traces, seconds, _time_parts(step, args))
 
 
 def states_in(tree: Any) -> list[BufferState]:
@@ -129,7 +133,7 @@ def states_in(tree: Any) -> list[BufferState]:
     return [leaf for leaf in leaves if isinstance(leaf, BufferState)]
 
 
-def _names(step: Any, args: tuple) -> list[str]:
+def _argument_names(step: Any, args: tuple) -> list[str]:
     try:
         parameters = list(inspect.signature(step).parameters)
     except (TypeError, ValueError):
@@ -137,7 +141,7 @@ def _names(step: Any, args: tuple) -> list[str]:
     return [parameters[n] if n < len(parameters) else f"argument {n}" for n in range(len(args))]
 
 
-def _shapes(arrays: Any) -> set[tuple[int, ...]]:
+def _large_shapes(arrays: Any) -> set[tuple[int, ...]]:
     """Returns the shapes of the large arrays of states; for a stack, also those of one state."""
     shapes = set()
     for state in states_in(arrays):
@@ -150,14 +154,14 @@ def _shapes(arrays: Any) -> set[tuple[int, ...]]:
     return shapes - {()}
 
 
-def _not_donated(step: Any, args: tuple, names: list[str], result: Any) -> Iterator[Finding]:
+def _find_undonated(step: Any, args: tuple, names: list[str], result: Any) -> Iterator[Finding]:
     """Finds arguments with a state of which a compiled step returns a new one without donation."""
     if not states_in(result) or not hasattr(step, "lower"):
         return
-    # As the user has compiled it: `call` above donates all states.
-    info = step.lower(*args).args_info[0]
-    for name, argument, told in zip(names, args, info, strict=False):
-        donated = [leaf.donated for leaf in jax.tree.leaves(told)]
+    # Look at the step as the user has compiled it: `doctor` itself donates all states.
+    infos = step.lower(*args).args_info[0]
+    for name, argument, info in zip(names, args, infos, strict=False):
+        donated = [leaf.donated for leaf in jax.tree.leaves(info)]
         if states_in(argument) and not all(donated):
             nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(states_in(argument)))
             code = getattr(inspect.unwrap(step), "__code__", None)
@@ -168,20 +172,20 @@ def _not_donated(step: Any, args: tuple, names: list[str], result: Any) -> Itera
             )
 
 
-def _run(compiled: Any, arrays: list[Any], with_state: tuple[int, ...]) -> tuple[int, float]:
+def _time_step(compiled: Any, arrays: list[Any], with_state: tuple[int, ...]) -> tuple[int, float]:
     """Returns how often a step is traced if each call gets the last state, and the median time."""
     seconds: list[float] = []
     results: list[Any] = []
     for _ in range(_CALLS + 1):
-        left, given = list(results), list(arrays)
+        unused, arguments = list(results), list(arrays)
         for index in with_state:
             # Pass on the state that the last call returned, recognised by its structure and shapes;
             # each result is used once.
-            new = [one for one in left if _shapes_of(one) == _shapes_of(arrays[index])]
-            given[index] = new[0] if new else jax.tree.map(jnp.copy, arrays[index])
-            left = [one for one in left if not new or one is not new[0]]
+            new = [one for one in unused if _shapes_of(one) == _shapes_of(arrays[index])]
+            arguments[index] = new[0] if new else jax.tree.map(jnp.copy, arrays[index])
+            unused = [one for one in unused if not new or one is not new[0]]
         begin = time.perf_counter()
-        result = jax.block_until_ready(compiled(*given))
+        result = jax.block_until_ready(compiled(*arguments))
         seconds.append(time.perf_counter() - begin)
         results = [result, *(result if type(result) in (tuple, list) else ())]
     return compiled._cache_size(), statistics.median(seconds[1:])
@@ -192,28 +196,31 @@ def _shapes_of(tree: Any) -> Any:
     return structure, [getattr(leaf, "shape", None) for leaf in leaves]
 
 
-def _parts(step: Any, args: tuple) -> tuple[tuple[str, int, float], ...]:
+def _time_parts(step: Any, args: tuple) -> tuple[tuple[str, int, float], ...]:
     """Returns the methods that a step calls, how often, and the time of each one alone."""
     calls: dict[Any, int] = {}
 
-    def note(method: str, buffer: Any, state: Any, arguments: dict, result: Any) -> None:
+    def note_call(method: str, buffer: Any, state: Any, arguments: dict, result: Any) -> None:
         size = result[1].indices.shape[0] if method == "sample" else None
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, arguments))
-        if not buffer.storage.is_on_host:  # it would be written to
+        # Storages on the host are left out: timing a method would write to them.
+        if not buffer.storage.is_on_host:
             call = method, buffer, size, SpecKey(specs)
             calls[call] = calls.get(call, 0) + 1
 
-    # A compiled step is not traced again for arguments that it knows.
+    # Trace the step under an observer; a compiled one is not traced again for known arguments.
     untraced = step.__wrapped__ if hasattr(step, "lower") else step
-    debugging.OBSERVERS.append(note)
+    debugging.OBSERVERS.append(note_call)
     try:
         jax.eval_shape(lambda: untraced(*args))
     finally:
-        debugging.OBSERVERS.remove(note)
+        debugging.OBSERVERS.remove(note_call)
     return tuple((call[0], count, _time_alone(*call)) for call, count in calls.items())
 
 
 def _time_alone(method: str, buffer: Any, size: int | None, specs: SpecKey) -> float:
+    """Returns the median time of a method that is compiled alone, with zeros as arguments."""
+
     def run(state: Any, arguments: Any) -> Any:
         if method == "sample":
             return eager.draw(buffer, state, arguments["key"], size or 0, None)

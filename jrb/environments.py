@@ -79,15 +79,17 @@ def _last_observation(observation: Item, info: Any) -> Item:
         name = next((name for name in _FINAL if name in info), None)
         if name is None:
             return observation
+        # A vector of gymnasium has an array of objects, or arrays in which some rows are valid.
         finals, is_final = info[name], info.get(f"_{name}")
         if not (isinstance(finals, np.ndarray) and finals.dtype.hasobject):
             if is_final is None:
-                return finals  # of all environments, as gymnax gives it
+                return finals  # gymnax gives those of all environments
             row = lambda env: jax.tree.map(lambda rows: rows[env], finals)
             finals = [row(env) if flag else None for env, flag in enumerate(is_final)]
     else:
         finals = [next((one[name] for name in _FINAL if name in one), None) for one in info]
-    observation = jax.tree.map(np.array, observation)  # the environment may use the old one again
+    # Write into a copy, as the environment may use its array again.
+    observation = jax.tree.map(np.array, observation)
     for env, final in enumerate(finals):
         if final is not None:
             jax.tree.map(lambda rows, row: rows.__setitem__(env, row), observation, final)  # noqa: B023
@@ -136,6 +138,7 @@ def from_gymnasium(
         ...     state = methods.add(state, row, mask=~ended)
         ...     observation, ended = stepped[0], stepped[2] | stepped[3]
     """
+    # Vectors have spaces of a single environment under other names.
     num_envs = getattr(env, "num_envs", None)
     vector = "" if num_envs is None else "single_"
     observation = _zeros_of_space(getattr(env, f"{vector}observation_space"), "observation")
@@ -147,14 +150,15 @@ def from_gymnasium(
     example = transition(
         observation, action, observation, jnp.zeros(()), jnp.zeros((), bool), jnp.zeros((), bool)
     )
-    # What the user says comes last, and wins.
+    # The user's options come last, and override the defaults.
     defaults |= options
     return ReplayBuffer.rounded(capacity, **defaults), example | dict(extra or {})
 
 
 def _resets_in_next_step(env: Any, is_vector: bool) -> bool:
     """Returns True if the step after an end resets the environment, or if a vector may do so."""
-    if not is_vector:  # only a wrapper does so
+    # A single environment resets itself only in a wrapper: look for it.
+    if not is_vector:
         while env is not None and type(env).__name__ != "Autoreset":
             env = getattr(env, "env", None)
         return env is not None
@@ -227,7 +231,7 @@ def from_gymnax(
         terminated, truncated = flags
         return transition(observation, action, after, reward, terminated, truncated, info)
 
-    return _described(_spec(item, jax.random.key(0)), capacity, extra, **options)
+    return _make_buffer(_spec_of(item, jax.random.key(0)), capacity, extra, **options)
 
 
 def from_brax(
@@ -267,15 +271,16 @@ def from_brax(
     # others take one key for each environment.
     keys = jax.random.split(jax.random.PRNGKey(0), options.get("num_envs") or 1)
     try:
-        rows = _spec(item, keys[0])
+        rows = _spec_of(item, keys[0])
         own = rows["next"]["truncated"].shape
     except (TypeError, ValueError, IndexError):
-        rows, own = _spec(item, keys), ()
+        rows, own = _spec_of(item, keys), ()
     defaults: dict[str, Any] = {"num_envs": own[0]} if own else {}
     defaults |= options
+    # Drop the axis of environments, if there is one, from the spec of an item.
     axes = len(rows["next"]["truncated"].shape)
     spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), rows)
-    return _described(spec, capacity, extra, **defaults)
+    return _make_buffer(spec, capacity, extra, **defaults)
 
 
 def from_jaxmarl(
@@ -304,10 +309,10 @@ def from_jaxmarl(
         after, _, reward, done, _ = env.step(key, state, action)
         return transition(observation, action, after, reward, done=done)
 
-    return _described(_spec(item, jax.random.key(0)), capacity, extra, **options)
+    return _make_buffer(_spec_of(item, jax.random.key(0)), capacity, extra, **options)
 
 
-def _described(
+def _make_buffer(
     spec: Any, capacity: int, extra: Item | None, **options: Any
 ) -> tuple[ReplayBuffer, dict[str, Any]]:
     """Returns a buffer for items of this spec, and an example item of zeros with float rewards."""
@@ -320,7 +325,8 @@ def _described(
     return ReplayBuffer.rounded(capacity, **options), example | dict(extra or {})
 
 
-def _spec(item: Callable[[jax.Array], Item], key: jax.Array) -> Any:
+def _spec_of(item: Callable[[jax.Array], Item], key: jax.Array) -> Any:
     """Returns the spec of `item(key)` without computing it."""
-    with jax.numpy_dtype_promotion("standard"):  # few environments are written for the strict one
+    # Few environments are written for strict promotion, which the user may have set.
+    with jax.numpy_dtype_promotion("standard"):
         return jax.eval_shape(item, key)

@@ -43,7 +43,7 @@ class Epochs:
         return self.batches
 
     def __iter__(self) -> Iterator[Sample]:
-        batches = _draws(self.buffer, self.state, self.key, None)
+        batches = _iter_draws(self.buffer, self.state, self.key, None)
         return (it.replace(origin=self.origin) for it in itertools.islice(batches, self.batches))
 
 
@@ -92,12 +92,13 @@ def epochs(
     checks.count("n_epochs", n_epochs)
     checks.flag("drop_last", drop_last)
     key = checks.key_or_seed(key)
+    # Replace the sampler and its state, so that epochs do not depend on the buffer's own.
     sampler, origin = WithoutReplacement(drop_last=drop_last), origin_of(buffer)
     buffer = dataclasses.replace(buffer, sampler=sampler, batch_size=batch_size)
-    # The sampler is another one, so that epochs do not depend on the buffer's own.
     state = state.replace(sampler=sampler.init(buffer.ring))
     if state.edits.ndim:
         raise TypeError("epochs: expected a single state, got states under vmap. Take one of them.")
+    # Count the batches: anchors are counted without reading items.
     count = int(num_anchors(buffer, state.replace(storage=None)))
     each = count // batch_size if drop_last else -(-count // batch_size)
     if not each:
@@ -151,13 +152,14 @@ def steps(
     if n_epochs is not None:
         batches: Iterable[Sample] = epochs(buffer, state, key, batch_size, n_epochs)
     else:
-        batches = _draws(buffer, state, key, batch_size)
+        batches = _iter_draws(buffer, state, key, batch_size)
     return itertools.islice(batches, max_iter)
 
 
-def _draws(
+def _iter_draws(
     buffer: ReplayBuffer, state: BufferState, key: jax.Array, batch_size: int | None
 ) -> Iterator[Sample]:
+    # Batch n has the key `fold_in(key, n)`, as in `prefetch`.
     for number in itertools.count():
         state, sample = buffer.draw(state, jax.random.fold_in(key, number), batch_size)
         yield sample
@@ -178,7 +180,8 @@ class Prefetch:
     def __init__(self, draw: _Draw, depth: int) -> None:
         # The thread keeps no reference to the iterator, so that dropping the iterator ends it.
         self._queue = shared = _BatchQueue(depth)
-        shared.owner = weakref.ref(self, shared.requests.put)  # a C function: no interrupt inside
+        # The callback is a C function, inside which no interrupt can come.
+        shared.owner = weakref.ref(self, shared.requests.put)
         work = compat.with_settings(functools.partial(_draw_ahead, shared, draw))
         self._thread = shared.worker = Worker(work, "jrb-prefetch", daemon=True)
         shared.worker.start()
@@ -233,14 +236,17 @@ class _BatchQueue:
                 self.first.extend(map(self.batches.get, (True,)))
             entry = self.first[0]
             if entry is None:
-                self.batches.put(None)  # for another thread that may wait
+                # Put the end back, for another thread that may wait.
+                self.batches.put(None)
                 break
-            # Computed from the batch's number: harmless if repeated after an interrupt.
+            # Compute the limit from the batch's number: an interrupt may repeat this line.
             number, batch = entry
             self.limit = number + 1 + self.depth
             self.requests.put(None)
-            if self.first and self.first[0] is entry:  # else another thread has taken it
-                del self.first[0]  # no call from here on: no interrupt comes before the return
+            # Return the batch, unless another thread has taken it. There is no call after `del`: no
+            # interrupt comes before the return.
+            if self.first and self.first[0] is entry:
+                del self.first[0]
                 return batch
         error, self.error = self.error, None
         raise StopIteration if error is None else error
@@ -248,8 +254,9 @@ class _BatchQueue:
     def close(self) -> None:
         self.is_closed = True
         self.requests.put(None)
+        # Drop the batches, whose memory is large, and wake those who wait for one.
         self.first.clear()
-        with contextlib.suppress(queue.Empty):  # batches are large: their memory is freed
+        with contextlib.suppress(queue.Empty):
             while True:
                 self.batches.get_nowait()
         self.batches.put(None)
@@ -260,6 +267,7 @@ def _draw_ahead(shared: _BatchQueue, draw: _Draw) -> None:
     _alive.add(shared)
     try:
         for number in itertools.count():
+            # Wait until a batch was taken for this one; each taken batch makes one request.
             if number >= shared.depth:
                 shared.requests.get()
             while number >= shared.limit and shared.is_open():
@@ -279,8 +287,9 @@ _alive: set[_BatchQueue] = set()
 
 
 @atexit.register
-def _close_all() -> None:
+def _close_all_queues() -> None:
     """Ends all threads: one that is inside XLA when the program exits would crash it."""
+    # A thread that ends removes itself from the set meanwhile.
     for shared in list(_alive):
         shared.close()
         shared.worker.wait()
@@ -305,14 +314,17 @@ def _draw_newest(
         while True:
             state = newest()
             try:
-                check_not_deleted(state)  # first, as XLA would print its own complaint
+                # Check first, as XLA would print its own complaint.
+                check_not_deleted(state)
                 return buffer.sample(state, key)
             except (StaleError, DonatedError):
+                # Another state is expected soon: try again, for a second in all.
                 until = until or time.monotonic() + _PATIENCE
                 if time.monotonic() >= until or not is_open():
                     raise
                 time.sleep(_PAUSE)
-    except StopIteration as error:  # it would look like the end of the batches
+    except StopIteration as error:
+        # It would look like the end of the batches.
         raise RuntimeError(f"prefetch: the function of states raised {error!r}.") from error
 
 
@@ -371,6 +383,7 @@ def prefetch(
         )
     check_outside_jit("prefetch", state_or_fn, key)
     source: Any = buffer
+    # The thread draws from the iterable, the newest state, or the state of the draw before.
     root: Any = None if iterator is not None else checks.key_or_seed(key)
     states: list[Any] = [state_or_fn]
 

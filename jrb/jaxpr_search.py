@@ -25,7 +25,8 @@ _MENDS = {
     "select_n": "Under vmap lax.cond computes both states and chooses: pass mask= to add instead",
     "slice": "Do not index a stack of states: use vmap over it, or keep the states apart",
 }
-_MANY_BYTES = 100_000  # of a constant in a program
+_MANY_BYTES = 100_000
+"""The least number of bytes of a constant that is reported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Finding:
     """Something that makes a step slow.
 
     Attributes:
-        problem: what is wrong, with the argument and the size.
+        problem: a description of the problem, with the argument and the size.
         where: the line of the program, "file:line"; "" if there is no particular one.
-        mend: what to do.
+        mend: advice on a change of the program.
     """
 
     problem: str
@@ -110,22 +111,22 @@ class CopySearch:
 
     Args:
         shapes: the shapes of large arrays, without axes of length 1.
-        found: receives, by line and mend, the bytes, the finding, and True if it is certain.
+        copies: receives, by line and mend, the bytes, the finding, and True if it is certain.
     """
 
     def __init__(
-        self, shapes: set[tuple[int, ...]], found: dict[tuple[str, str], tuple[int, Finding, bool]]
+        self, shapes: set[tuple[int, ...]], copies: dict[tuple[str, str], tuple[int, Finding, bool]]
     ) -> None:
-        self._shapes, self._found, self._arrays, self._count = shapes, found, [], 0
+        self._shapes, self._copies, self._arrays, self._count = shapes, copies, [], 0
 
     def program(self, jaxpr: Any, labels: list[str], line: str = "") -> None:
         """Searches a program whose arguments have these labels."""
-        known = {
+        values = {
             var: (0, self._array(var, it)) for var, it in zip(jaxpr.invars, labels, strict=True)
         }
-        self._run(jaxpr, known, line)
-        # Arrays that are returned unchanged, although something writes to them.
-        results = {id(known[var][1]) for var in _variables(jaxpr.outvars) if var in known}
+        self._visit(jaxpr, values, line)
+        # Compare each write with the results and with all other uses of its array.
+        results = {id(values[var][1]) for var in _variables(jaxpr.outvars) if var in values}
         for array in self._arrays:
             for number, earlier, where, writes in array.uses:
                 if not writes:
@@ -150,38 +151,40 @@ class CopySearch:
     def _add(
         self, array: _Array, problem: str, where: str, mend: str, is_certain: bool = False
     ) -> None:
+        # Of several findings with one line and one mend, keep the largest.
         text = f"{array.label} ({bytes_text(array.nbytes)}) {problem}, so XLA copies it"
-        if array.nbytes > self._found.get((where, mend), (0,))[0]:
-            self._found[where, mend] = array.nbytes, Finding(text, where, mend), is_certain
+        if array.nbytes > self._copies.get((where, mend), (0,))[0]:
+            self._copies[where, mend] = array.nbytes, Finding(text, where, mend), is_certain
 
-    def _run(self, jaxpr: Any, known: dict[Any, tuple[int, _Array | None]], line: str) -> None:
-        """Visits operations; `known` maps variables to earlier operations and large arrays."""
+    def _visit(self, jaxpr: Any, values: dict[Any, tuple[int, _Array | None]], line: str) -> None:
+        """Visits operations; `values` maps variables to earlier operations and large arrays."""
         for eqn in jaxpr.eqns:
             ins = [
-                known.get(var, (0, None)) if not hasattr(var, "val") else (0, None)
+                values.get(var, (0, None)) if not hasattr(var, "val") else (0, None)
                 for var in eqn.invars
             ]
             where, name = line or _where(eqn), eqn.primitive.name
-            inner = _called(eqn)
+            inner = _called_program(eqn)
             if inner is not None:
                 inside = dict(zip(inner.invars, ins, strict=True))
                 # A program that jrb compiles has its first caller's lines: use this caller's line.
                 file = next((file for file, _ in _frames(eqn)), "")
                 is_of_jrb = file.startswith(_OWN) and file != _OWN + "doctor.py"
-                self._run(inner, inside, where if line or is_of_jrb else "")
+                self._visit(inner, inside, where if line or is_of_jrb else "")
                 outs = [(0, None) if hasattr(var, "val") else inside[var] for var in inner.outvars]
             elif name in _SAME_MEMORY:
                 outs = ins[:1]
             elif name == "optimization_barrier":
+                # Each result waits for all operands.
                 outs = [(_union(ins), array) for _, array in ins]
             else:
                 outs = self._operation(eqn, ins, where, line)
-            known.update(zip(eqn.outvars, outs, strict=True))
+            values.update(zip(eqn.outvars, outs, strict=True))
 
     def _operation(
         self, eqn: Any, ins: Any, where: str, line: str
     ) -> list[tuple[int, _Array | None]]:
-        """Records the arrays that an operation uses; returns entries of `known` for its results."""
+        """Records the arrays that an operation uses; returns the `values` of its results."""
         earlier, number = _union(ins), self._count
         # The operations before this one are those before any of its operands. Sets of operations
         # are the bits of an integer.
@@ -191,6 +194,8 @@ class CopySearch:
             if array is not None:
                 writes = (position, True) in origin
                 array.uses.append((number, earlier, where, writes))
+        # A result is an operand unchanged, an operand that was written to, or another array, which
+        # is a copy if it is large.
         outs: list[tuple[int, _Array | None]] = []
         sources = [array for _, array in ins if array is not None]
         for var, (position, writes) in zip(eqn.outvars, origin, strict=True):
@@ -220,8 +225,9 @@ class CopySearch:
         if name == "cond":
             branches = [branch.jaxpr for branch in params["branches"]]
             for branch in branches:
-                CopySearch(self._shapes, self._found).program(branch, labels[1:], line)
+                CopySearch(self._shapes, self._copies).program(branch, labels[1:], line)
             return [_of_branches(branches, n) for n in range(len(eqn.outvars))]
+        # Find the carry of a loop among its operands: constants come first, a condition's too.
         if name == "scan":
             body, skipped = params["jaxpr"].jaxpr, 0
             first, count = params["num_consts"], params["num_carry"]
@@ -231,7 +237,7 @@ class CopySearch:
         else:
             return others
         inner = labels[skipped:] if name == "while" else labels
-        CopySearch(self._shapes, self._found).program(body, inner, line)
+        CopySearch(self._shapes, self._copies).program(body, inner, line)
         # A loop that passes an array on unchanged only reads it.
         changes = [body.invars[first + n] is not body.outvars[n] for n in range(count)]
         carried = [(skipped + first + n, changed) for n, changed in enumerate(changes)]
@@ -246,13 +252,14 @@ def _of_branches(branches: list[Any], number: int) -> tuple[int | None, bool]:
         same = [out is branch.invars[position] for out, branch in zip(outs, branches, strict=True)]
         if any(same):
             return position + 1, not all(same)
+    # If no branch returns an operand, each of them writes to one of the type of the result.
     for position, var in enumerate(branches[0].invars):
-        if var.aval == outs[0].aval:  # each branch writes to it
+        if var.aval == outs[0].aval:
             return position + 1, True
     return None, False
 
 
-def _called(eqn: Any) -> Any:
+def _called_program(eqn: Any) -> Any:
     """Returns the program that an operation calls once, such as that of a `jit` in a `jit`."""
     if eqn.primitive.name in ("scan", "while", "cond"):
         return None

@@ -62,6 +62,7 @@ class SampleToInsert:
     tolerance: float
 
     def __post_init__(self) -> None:
+        # Check the range of each number, then that the counters stay within int32.
         for name in ("ratio", "tolerance"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -121,7 +122,8 @@ class SampleToInsert:
             ValueError: `count` is negative or beyond int32. In a JAX array, a negative number
                 counts as 0, and one beyond int32 as 2^31 - 1.
         """
-        count = _counted(count)
+        # The first items, up to `min_size`, owe no samples.
+        count = _to_int32(count)
         missing = jnp.minimum(self.min_size - counters.inserted, count)
         # Allowed calls stay within the tolerance; of others, as much again is remembered.
         room = 2 * self._most - counters.balance
@@ -132,18 +134,20 @@ class SampleToInsert:
 
     def sampled(self, counters: Counters, count: jax.Array | int = 1) -> Counters:
         """Returns the counters after `count` samples were taken; `count` is as in `inserted`."""
-        count = _counted(count)
+        # As in `inserted`, remember at most as much again as the tolerance, and cut to that first.
+        count = _to_int32(count)
         room = counters.balance + 2 * self._most
         taken = jnp.minimum(count, room // self._fraction.denominator + 1)
         return counters.replace(balance=counters.balance - taken * self._fraction.denominator)
 
 
-def _counted(count: jax.Array | int) -> jax.Array:
+def _to_int32(count: jax.Array | int) -> jax.Array:
     """Returns `count`, an integer of any type, as int32 `[]`; raises if it is not valid."""
     array = count if isinstance(count, jax.Array) else np.asarray(count)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape:
         raise TypeError(f"count: expected a single integer, got {count!r}.")
     if isinstance(array, np.ndarray) and not 0 <= int(array) < 2**31:
         raise ValueError(f"count: expected an integer from 0 to {2**31 - 1}, got {count}.")
+    # Clip JAX arrays, whose numbers are not known, in their own dtype.
     most = min(int(jnp.iinfo(array.dtype).max), 2**31 - 1)
     return jnp.asarray(array.clip(0, most).astype(jnp.int32))

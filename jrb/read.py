@@ -49,15 +49,15 @@ def items(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -
     """
     slots = held_slots(buffer, state, "items")
     if chunks is None:
-        return taken(buffer, state, slots)
+        return take_items(buffer, state, slots)
     checks.count("chunks", chunks)
     starts = range(0, len(slots), chunks)
-    return (taken(buffer, state, slots[start : start + chunks]) for start in starts)
+    return (take_items(buffer, state, slots[start : start + chunks]) for start in starts)
 
 
 def held_slots(buffer: ReplayBuffer, state: BufferState, who: str) -> np.ndarray:
     """Returns the slots that hold items, oldest first."""
-    _check(buffer, state, who)
+    _check_single_state(buffer, state, who)
     slots, count = buffer.in_order(state)
     return np.asarray(slots)[: int(count)]
 
@@ -71,6 +71,7 @@ def one_state(path: str, state: BufferState, index: int | tuple[int, ...] | None
     index = (index,) if isinstance(index, int) else index or ()
     if len(index) == len(axes) and all(0 <= n < size for n, size in zip(index, axes, strict=True)):
         return jax.tree.map(lambda leaf: leaf[index], state) if axes else state
+    # Say how to choose a state, on the command line and in Python.
     first = ",".join("0" * len(axes))
     mend = f"Choose one by --state {first}, in Python by jrb.datasets.open(path, state=({first},))."
     expected = f"one of the states under vmap, of shape {axes}" if axes else "no number of a state"
@@ -78,23 +79,24 @@ def one_state(path: str, state: BufferState, index: int | tuple[int, ...] | None
     raise ValueError(f"{path}: expected {expected}, got {got}.{f' {mend}' if axes else ''}")
 
 
-def _check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
+def _check_single_state(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
     """Raises unless `state` is a single state of this buffer with values, not traced."""
     check_single(buffer, who)
     validate.check_state(buffer, state)
     validate.check_outside_jit(who, state)
 
 
-def taken(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Any:
+def take_items(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Any:
     """Returns the items at slots `[K]`, NumPy arrays `[K, ...]`, read in pieces of 32 MB."""
     if buffer.storage.of_objects:
         return buffer.take(state, jnp.asarray(slots))
+    # Allocate the results, and copy the items piece by piece.
     raw = jax.tree.map(casting.raw_spec, buffer.stored(state))
     whole = jax.tree.map(lambda leaf: np.empty((len(slots), *leaf.shape), leaf.dtype), raw)
     step = max(1, (32 << 20) // max(pytree.nbytes(raw), 1))
     for start in range(0, len(slots), step):
         piece = slots[start : start + step]
-        # Filled up to a power of two: a read is compiled for each length, and episodes have many.
+        # Pad to a power of two: a read is compiled for each length, and episodes have many.
         missing = (1 << (len(piece) - 1).bit_length()) - len(piece)
         rounded = jnp.asarray(np.pad(piece, (0, missing), mode="edge"))
         read = jax.device_get(jax.tree.map(casting.raw, buffer.take(state, rounded)))
@@ -143,7 +145,7 @@ class Episode:
     @property
     def items(self) -> Any:
         """The items as stored, NumPy arrays `[L, ...]`."""
-        return taken(self._buffer, self._state, self.slots)
+        return take_items(self._buffer, self._state, self.slots)
 
 
 class Episodes(Sequence[Episode]):
@@ -194,25 +196,26 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         >>> [(each.length, float(each.return_), each.complete) for each in found]
         [(3, 3.0, True), (2, 7.0, False)]
     """
-    _check(buffer, state, "episodes")
+    _check_single_state(buffer, state, "episodes")
     checks.chronological("episodes", buffer.writer)
     if buffer.storage.of_objects:
         raise ValueError(
             "episodes: expected items of arrays, got objects, whose flags nobody knows."
         )
     check_ends(buffer.storage.spec(state.storage), buffer.keys)
+    # Read ends and rewards of all rows, from the oldest on, and the number of rows held.
     ends, rewards = jax.device_get(_ends_and_rewards(buffer, state))
     occupancy = buffer.writer.held(buffer.ring, state.writer)
     slots, envs = np.asarray(occupancy.from_oldest(buffer.ring)), buffer.ring.envs
     counts = np.broadcast_to(np.asarray(occupancy.rows(buffer.ring)), envs).tolist()
-    # Where the first row of an environment's oldest episode may be lost.
+    # Mark the environments of whose oldest episode the first row may be lost.
     lost = np.broadcast_to(np.asarray(buffer.writer.has_lost(buffer.ring, state.writer)), envs)
     steps = buffer.unit.episode_step(state.unit, occupancy.from_oldest(buffer.ring)[0])
     lost = lost if steps is None else lost & (np.asarray(steps) > 0)
     every = []
     for env, count in enumerate(counts):
         last = np.flatnonzero(ends[:count, env])
-        # From one end to the next; `unique` drops the empty run after an end at the newest row.
+        # Cut after each end; `unique` drops the empty run after an end at the newest row.
         edges = np.unique(np.concatenate([[0], last + 1, [count]]))
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             run = (slice(start, stop), env)
@@ -241,6 +244,7 @@ def has_episodes(buffer: ReplayBuffer, state: BufferState) -> bool:
 @by_description()
 def _ends_and_rewards(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, Any]:
     """Returns ends, bool `[R, E]`, and rewards, `[R, E, ...]` or None, from the oldest row on."""
+    # Read only the leaves of flags, numbers and rewards.
     context = context_of(buffer, state.writer)
     spec = buffer.storage.spec(state.storage)
     rewards = leaves_at(spec, buffer.keys.reward)
@@ -281,20 +285,22 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
         every = episodes(buffer, state)
         complete = [each for each in every if each.complete]
         facts["episodes"], facts["complete"] = len(every), len(complete)
-        facts["length"] = _summary([each.length for each in complete])
+        facts["length"] = _summarize([each.length for each in complete])
+        # Rewards with axes have no single return.
         totals = jax.tree.leaves(complete[0].return_) if complete else []
         if totals and not any(map(np.ndim, totals)):
             returns = [each.return_ for each in complete]
-            facts["return"] = jax.tree.map(lambda *values: _summary(values), *returns)
+            facts["return"] = jax.tree.map(lambda *values: _summarize(values), *returns)
     if buffer.sampler.prioritized:
         priorities = np.asarray(buffer.priorities(state))
-        facts["priority"] = _summary(priorities[priorities >= 0])
+        facts["priority"] = _summarize(priorities[priorities >= 0])
     if buffer.sampler.count_draws:
+        # Anchors that stand for several slots, such as episodes, count all items.
         anchors, shares, count = anchors_in_order(buffer, state)
-        if (shares[:count] == 1).all():  # else an anchor stands for more than a slot
+        if (shares[:count] == 1).all():
             slots = anchors[:count]
         draws = np.asarray(state.sampler.draws)[slots]
-        facts["draws"] = _summary(draws)
+        facts["draws"] = _summarize(draws)
         if draws.size:
             facts["draws"]["never"] = float(np.mean(draws == 0))
     return facts
@@ -305,18 +311,20 @@ def anchors_in_order(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarr
 
     Entries beyond that number repeat the last anchor.
     """
-    return jax.device_get(_anchors(buffer, state.replace(storage=None)))
+    return jax.device_get(_read_anchors(buffer, state.replace(storage=None)))
 
 
 @by_description()
-def _anchors(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _read_anchors(
+    buffer: ReplayBuffer, state: BufferState
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
-    # A fixed shape: the number of anchors is known on the device only.
+    # The shape is fixed, as the number of anchors is known on the device only.
     rank = jnp.minimum(jnp.arange(buffer.capacity, dtype=jnp.int32), anchors.count - 1)
     return *anchors.nth(jnp.maximum(rank, 0), jax.random.key(0)), anchors.count
 
 
-def _summary(values: Sequence | np.ndarray) -> dict[str, float]:
+def _summarize(values: Sequence | np.ndarray) -> dict[str, float]:
     """Returns mean, std, min and max; an empty dict if there are no values."""
     array = np.asarray(values, np.float64)
     names = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}

@@ -69,6 +69,7 @@ class BufferState(pytree.State):
         return f"{title} and {wording.bytes_text(host_bytes)} on the host" if host_bytes else title
 
     def _facts(self) -> dict[str, str]:
+        # States under `vmap` share no facts: say how many they are.
         lead = jnp.shape(self.edits) if pytree.is_array(self.edits) else ()
         if lead:
             return {"states under vmap": " x ".join(map(str, lead))}
@@ -138,11 +139,11 @@ def origin_of(buffer: "Buffer") -> str:
     Equal descriptions have equal origins, in every process and after pickling. Functions are
     compared by their names: all lambdas that one function makes are equal.
     """
-    # Without the fields that affect neither the content of a slot nor which slots are drawn.
+    # Leave out the fields that affect neither the content of a slot nor which slots are drawn.
     left_out = ("batch_size", "transforms", "storage", "min_size", "cast", "requires_mask")
     names = [field.name for field in dataclasses.fields(buffer) if field.name not in left_out]
     values = tuple(getattr(buffer, name) for name in names)
-    # A digest, as the text of a description may have thousands of characters.
+    # Use a digest, as the text of a description may have thousands of characters.
     digest = hashlib.blake2b(_value_text(values).encode(), digest_size=6).hexdigest()
     pairs = zip(names, values, strict=True)
     sizes = ", ".join(f"{name}={value}" for name, value in pairs if type(value) is int)
@@ -154,7 +155,8 @@ def _value_text(value: Any) -> str:
     # NumPy's numbers and Python's are equal, and must give one text.
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, int | float):  # True == 1 == 1.0
+    # True, 1 and 1.0 are equal too.
+    if isinstance(value, int | float):
         return repr(int(value) if value == value // 1 else value)
     if isinstance(value, np.dtype):
         return repr(value.name)
@@ -162,12 +164,14 @@ def _value_text(value: Any) -> str:
         return repr(value)
     if isinstance(value, tuple):
         return "(" + ",".join(map(_value_text, value)) + ")"
+    # Functions and classes have a name; other parts are described by their fields.
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     if dataclasses.is_dataclass(value):
         entries = (getattr(value, field.name) for field in dataclasses.fields(value))
         return _class_name(value) + _value_text(tuple(entries))
-    return _class_name(value)  # its repr may have its address in memory
+    # The repr of any other value may have its address in memory.
+    return _class_name(value)
 
 
 def _class_name(value: Any) -> str:

@@ -60,16 +60,17 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
     pa = wording.require("pyarrow", "tables")
     if chunks is not None:
         checks.count("chunks", chunks)
-    slots, facts = _facts("to_arrow", buffer, state)
+    slots, facts = _fact_columns("to_arrow", buffer, state)
     if buffer.storage.of_objects:
         raise TypeError(
             "to_arrow: expected items of arrays, got objects. jrb.to_pandas has a column for them."
         )
+    # Make the schema: columns of facts, then leaves, with the dtype as metadata if it was changed.
     spec = buffer.stored(state)
     fields = [pa.field(name, pa.from_numpy_dtype(leaf.dtype)) for name, leaf in facts.items()]
     for name, leaf in zip(_column_names(spec), jax.tree.leaves(spec), strict=True):
         raw = casting.raw_spec(leaf)
-        words, shape = _real_parts(_plain(raw.dtype), raw.shape)
+        words, shape = _real_parts(_table_dtype(raw.dtype), raw.shape)
         kind = pa.from_numpy_dtype(words)
         is_keys = casting.is_keys(leaf.dtype)
         own = f"key:{casting.implementation(leaf.dtype)}" if is_keys else str(np.dtype(leaf.dtype))
@@ -78,13 +79,13 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
             pa.field(name, pa.fixed_shape_tensor(kind, shape) if shape else kind, metadata=metadata)
         )
     schema = pa.schema(fields)
-    # Batches of 32 MB: items are copied from the device one batch at a time.
+    # Read batches of 32 MB: items are copied from the device one batch at a time.
     row_bytes = pytree.nbytes(jax.tree.map(casting.raw_spec, spec))
     size = chunks or max(1, (32 << 20) // max(row_bytes, 1))
 
     def batch(rows: slice) -> Any:
         columns = {name: leaf[rows] for name, leaf in facts.items()}
-        columns |= _leaves(buffer, state, slots[rows])
+        columns |= _leaf_columns(buffer, state, slots[rows])
         arrays = [_arrow_array(pa, field.type, columns[field.name]) for field in schema]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -119,23 +120,24 @@ def to_pandas(buffer: ReplayBuffer, state: BufferState) -> Any:
         [1.0, 5.0]
     """
     pandas = wording.require("pandas", "tables")
-    slots, columns = _facts("to_pandas", buffer, state)
+    slots, columns = _fact_columns("to_pandas", buffer, state)
     if buffer.storage.of_objects:
-        columns["item"] = _cells(read.taken(buffer, state, slots))
+        columns["item"] = _object_column(read.take_items(buffer, state, slots))
     else:
-        columns |= _leaves(buffer, state, slots)
-    cells = lambda leaf: leaf if leaf.ndim == 1 else _cells(leaf)
+        columns |= _leaf_columns(buffer, state, slots)
+    cells = lambda leaf: leaf if leaf.ndim == 1 else _object_column(leaf)
     return pandas.DataFrame({name: cells(leaf) for name, leaf in columns.items()})
 
 
-def _facts(who: str, buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, Columns]:
+def _fact_columns(who: str, buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, Columns]:
     """Returns the slots that hold items, oldest first; and the columns that are not leaves."""
+    # Environments, episodes and priorities are columns only if the buffer has them.
     slots = read.held_slots(buffer, state, who)
     facts = {"slot": slots}
     if buffer.writer.is_chronological:
         facts["environment"] = slots % buffer.ring.envs
     if read.has_episodes(buffer, state):
-        # Indexed by slot, as episodes are not in the order of `slots`.
+        # Number the rows by slot, as episodes are not in the order of `slots`.
         number, step = np.zeros((2, buffer.capacity), np.int32)
         for count, each in enumerate(read.episodes(buffer, state)):
             number[each.slots], step[each.slots] = count, np.arange(len(each), dtype=np.int32)
@@ -157,17 +159,17 @@ def _column_names(spec: Item) -> list[str]:
     return names
 
 
-def _leaves(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Columns:
+def _leaf_columns(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Columns:
     """Returns the leaves of items at slots, in dtypes that tables have."""
-    leaves = jax.tree.leaves(read.taken(buffer, state, slots))
+    leaves = jax.tree.leaves(read.take_items(buffer, state, slots))
     pairs = zip(_column_names(buffer.stored(state)), leaves, strict=True)
-    return {name: leaf.astype(_plain(leaf.dtype), copy=False) for name, leaf in pairs}
+    return {name: leaf.astype(_table_dtype(leaf.dtype), copy=False) for name, leaf in pairs}
 
 
-def _plain(dtype: DType) -> np.dtype:
+def _table_dtype(dtype: DType) -> np.dtype:
     """Returns a NumPy dtype for tables that holds all values of `dtype`."""
     dtype = np.dtype(dtype)
-    # 1: a dtype that NumPy itself has, which Arrow and pandas know too.
+    # The value 1 marks a dtype of NumPy itself, which Arrow and pandas know too.
     if dtype.isbuiltin == 1:
         return dtype
     if jax.numpy.issubdtype(dtype, np.floating):
@@ -176,8 +178,9 @@ def _plain(dtype: DType) -> np.dtype:
     return np.dtype(np.int8 if signed else np.uint8)
 
 
-def _cells(rows: Any) -> np.ndarray:
+def _object_column(rows: Any) -> np.ndarray:
     """Returns an array of objects `[K]`, each a row."""
+    # Row by row: NumPy would make one array of rows of one shape.
     cells = np.empty(len(rows), object)
     for number, row in enumerate(rows):
         cells[number] = row
@@ -185,13 +188,13 @@ def _cells(rows: Any) -> np.ndarray:
 
 
 def _arrow_array(pa: Any, kind: Any, leaf: np.ndarray) -> Any:
+    """Returns a leaf `[K, ...]` as an array of the type `kind`."""
     words, shape = _real_parts(leaf.dtype, leaf.shape)
     flat = pa.array(np.ascontiguousarray(leaf).reshape(-1).view(words))
     if len(shape) == 1:
         return flat
-    stored = kind.storage_type
-    # Without a copy: the list has no offsets, as all rows are of one length.
-    lists = pa.Array.from_buffers(stored, len(leaf), [None], children=[flat])
+    # Wrap the numbers without a copy: the list has no offsets, as all rows have one length.
+    lists = pa.Array.from_buffers(kind.storage_type, len(leaf), [None], children=[flat])
     return pa.ExtensionArray.from_storage(kind, lists)
 
 

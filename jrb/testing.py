@@ -12,6 +12,7 @@ Example:
 import contextlib
 import dataclasses
 import functools
+import math
 import operator
 import os
 import pickle
@@ -43,6 +44,9 @@ __dir__: PublicNames = lambda: __all__
 Make = Callable[[int], ReplayBuffer]
 Step = Callable[[ReplayBuffer, BufferState, jax.Array, jax.Array], tuple[BufferState, jax.Array]]
 
+_NUM_DRAWS = 4096
+"""The number of draws whose probabilities and frequencies are compared."""
+
 _UNWEIGHTED = " (for weights of 1: normalize='batch' in the class, and exponent returns 0)"
 
 
@@ -59,11 +63,17 @@ def conform(make: Make, example: Item) -> None:
     Raises:
         AssertionError: a contract is broken; the message says which, where, and what was expected.
     """
+    # These checks hold for all storages.
     check_description(make)
     check_chunks(make, example)
     check_saved(make, example)
-    check_drawn(make(64), example)
-    if make(64).storage.is_on_host:
+    # Warn if the unit finds no anchor, so that no check of draws can fail.
+    buffer = make(64)
+    state = _fill_state(buffer, example)
+    if not num_anchors(buffer, state.replace(storage=None)):
+        why = eager.explain_no_draw(buffer, int(buffer.size(state)), 0)
+        warnings.warn(f"conform: draws are not checked: {why}", stacklevel=2)
+    if buffer.storage.is_on_host:
         check_on_host(make, example)
         return
     for check in (
@@ -80,9 +90,6 @@ def conform(make: Make, example: Item) -> None:
         check(make(64), example)
     check_rebuilt(make, example)
     check_in_place(make, example)
-
-
-# Tools for tests of your own.
 
 
 def rows(example: Item, total: jax.Array, *lead: int) -> Any:
@@ -103,7 +110,7 @@ def _rows(example: SpecKey, lead: tuple[int, ...], total: jax.Array) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.broadcast_to(jax.random.key((total * 1000).astype(jnp.uint32)), shape)
         count = jnp.arange(int(np.prod(shape)), dtype=jnp.float32).reshape(shape)
-        # Computed from a number that XLA does not know, as a constant row is folded and copied.
+        # Compute from a number that XLA does not know: it would fold and copy a constant row.
         wave = jnp.abs(jnp.sin(total + count)) * 100
         return wave > 90 if leaf.dtype == jnp.bool_ else wave.astype(leaf.dtype)
 
@@ -138,15 +145,15 @@ def growth(make: Make, example: Item, step: Step, agents: int | None = None) -> 
     temps, sizes = [], []
     for capacity in (2**15, 2**13):
         sizes.append(make(capacity).nbytes(example) * (agents or 1))
-        scan = _compiled_scan(make(capacity), example, step, agents)
+        scan = _compile_scan(make(capacity), example, step, agents)
         temps.append(scan.memory_analysis().temp_size_in_bytes)
-        # So small that a second compilation is not needed.
+        # Return a ratio that is too small to need a second compilation.
         if temps[0] < 0.01 * (sizes[0] * 3 / 4):
             return temps[0] / (sizes[0] * 3 / 4)
     return (temps[0] - temps[1]) / (sizes[0] - sizes[1])
 
 
-def _compiled_scan(buffer: ReplayBuffer, example: Item, step: Step, agents: int | None) -> Any:
+def _compile_scan(buffer: ReplayBuffer, example: Item, step: Step, agents: int | None) -> Any:
     """Returns a compiled scan of `step` over a donated state, or `agents` states under `vmap`."""
     run: Any = functools.partial(step, buffer)
     arguments: Any = (buffer.init(example), jnp.float32(1), jax.random.key(0))
@@ -159,18 +166,16 @@ def _compiled_scan(buffer: ReplayBuffer, example: Item, step: Step, agents: int 
         body = lambda carry, _: (run(carry[0], carry[1], key), None)
         return jax.lax.scan(body, (state, total), None, length=3)[0]
 
+    # Compile without optimizations of machine code, which takes less time for the same buffers.
     lowered = jax.jit(loop, donate_argnums=0).lower(*arguments)
-    options: Any = {"xla_backend_optimization_level": 0}  # faster, and the buffers are the same
+    options: Any = {"xla_backend_optimization_level": 0}
     return lowered.compile(options)
-
-
-# The contracts.
 
 
 def check_description(make: Make) -> None:
     """Checks that equal descriptions hash equal, pickle, and do not retrace as arguments."""
     one = make(64)
-    # Two buffers over files have two paths, and are not equal.
+    # Two buffers over files are not equal, as they have two paths: copy the description.
     other = dataclasses.replace(one) if one.storage.is_on_host else make(64)
     _expect(one == other and hash(one) == hash(other), "equal descriptions hash equal")
     _expect(pickle.loads(pickle.dumps(one)) == one, "a description pickles")
@@ -181,15 +186,20 @@ def check_description(make: Make) -> None:
 
 def check_chunks(make: Make, example: Item) -> None:
     """Checks that T calls of `add` do what one `extend` of T rows does."""
+    # Write once around the ring and further.
     whole, single = make(64), make(64)
-    key, length = jax.random.key(4), 64 // whole.ring.envs + 5  # once around and further
+    key, length = jax.random.key(4), 64 // whole.ring.envs + 5
     items = rows(example, jnp.float32(1), length, *whole._lead())
     one = whole.extend(whole.init(example), items)
     other = single.init(example)
     for row in range(length):
         other = single.add(other, jax.tree.map(operator.itemgetter(row), items))
-    _agree(single.size(other), whole.size(one), "add T times holds what one extend does: size")
-    _agree(_draw(single, other, key)[1], _draw(whole, one, key)[1], "add T times draws as one")
+    _expect_close(
+        single.size(other), whole.size(one), "add T times holds what one extend does: size"
+    )
+    _expect_close(
+        _draw(single, other, key)[1], _draw(whole, one, key)[1], "add T times draws as one"
+    )
 
 
 def check_saved(make: Make, example: Item) -> None:
@@ -201,15 +211,9 @@ def check_saved(make: Make, example: Item) -> None:
         path = os.path.join(folder, "checkpoint")
         jrb.save(path, buffer, state)
         loaded = jrb.load(path, make(64), example=example)[1]
-        _agree(_draw(buffer, loaded, key)[1], _draw(buffer, state, key)[1], "a loaded draws alike")
-
-
-def check_drawn(buffer: ReplayBuffer, example: Item) -> None:
-    """Warns if the unit finds no anchor, so that no check of draws can fail."""
-    state = _filled(buffer, example)
-    if not num_anchors(buffer, state.replace(storage=None)):
-        why = eager.explain_no_draw(buffer, int(buffer.size(state)), 0)
-        warnings.warn(f"conform: draws are not checked: {why}", stacklevel=3)
+        _expect_close(
+            _draw(buffer, loaded, key)[1], _draw(buffer, state, key)[1], "a loaded draws alike"
+        )
 
 
 def check_on_host(make: Make, example: Item) -> None:
@@ -218,17 +222,21 @@ def check_on_host(make: Make, example: Item) -> None:
     keys = jax.random.split(jax.random.key(1), 6)
     for transform in (lambda step: step, jax.jit):
         buffer = make(64)
-        step, twin = transform(_stepper(buffer, example)), _stepper(plain, example)
+        step, twin = transform(_make_step(buffer, example)), _make_step(plain, example)
         state, other = buffer.init(example), plain.init(example)
         old = state
         for number, key in enumerate(keys):
-            # The state before the last write, which must be refused afterwards.
+            # Keep the state before the last write, which must be refused afterwards.
             old = state
             state, sample = step(state, jnp.float32(number), key)
             other, expected = twin(other, jnp.float32(number), key)
-            _agree(sample, expected, "a storage on the host draws what one on the device does")
+            _expect_close(
+                sample, expected, "a storage on the host draws what one on the device does"
+            )
         slots = jnp.arange(int(buffer.size(state)), dtype=jnp.int32)
-        _agree(buffer.take(state, slots), plain.take(other, slots), "items are what was added")
+        _expect_close(
+            buffer.take(state, slots), plain.take(other, slots), "items are what was added"
+        )
         add = functools.partial(buffer.add, old, rows(example, jnp.float32(0), *buffer._lead()))
         _expect_raises(jrb.StaleError, add, "an old state of shared rows is refused")
 
@@ -242,7 +250,8 @@ def check_memory(buffer: ReplayBuffer, example: Item) -> None:
 
 def check_compiled(buffer: ReplayBuffer, example: Item) -> None:
     """Checks that eager, jit and scan agree, and that a second call does not retrace."""
-    step, state = _stepper(buffer, example), buffer.init(example)
+    step, state = _make_step(buffer, example), buffer.init(example)
+    # Run the step outside `jit`, and compare each of its samples with that of the compiled step.
     samples, keys = [], jax.random.split(jax.random.key(1), 6)
     after = state
     for number, key in enumerate(keys):
@@ -252,29 +261,29 @@ def check_compiled(buffer: ReplayBuffer, example: Item) -> None:
     traced, other = [], state
     for number, key in enumerate(keys):
         other, sample = compiled(other, jnp.float32(number), key)
-        _agree(sample, samples[number], "jit draws what eager draws")
+        _expect_close(sample, samples[number], "jit draws what eager draws")
         traced.append(compiled._cache_size())
     _expect(traced[0] == traced[-1], "a second call does not retrace")
     scan = jax.jit(lambda *xs: jax.lax.scan(lambda carry, x: step(carry, *x), state, xs))
     numbers = jnp.arange(6, dtype=jnp.float32)
-    _agree(scan(numbers, keys)[0], after, "scan leaves the state that a loop leaves")
+    _expect_close(scan(numbers, keys)[0], after, "scan leaves the state that a loop leaves")
 
 
 def check_batched(buffer: ReplayBuffer, example: Item) -> None:
     """Checks that `vmap` does what a loop over buffers does."""
-    step, state = jax.jit(_stepper(buffer, example)), buffer.init(example)
+    step, state = jax.jit(_make_step(buffer, example)), buffer.init(example)
     numbers, keys = jnp.arange(3, dtype=jnp.float32), jax.random.split(jax.random.key(2), 3)
     states = [step(state, numbers[i], keys[i])[0] for i in range(3)]
     stack = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
     batched = jax.jit(jax.vmap(step))(stack(*states), numbers, keys)
     single = [step(states[i], numbers[i], keys[i]) for i in range(3)]
-    _agree(batched, stack(*single), "vmap does what a loop over buffers does")
+    _expect_close(batched, stack(*single), "vmap does what a loop over buffers does")
 
 
 def check_empty(buffer: ReplayBuffer, example: Item) -> None:
     """Checks that a buffer without items, new or emptied, raises outside `jit` and masks inside."""
     state, key = buffer.init(example), jax.random.key(3)
-    filled = _stepper(buffer, example)(state, jnp.float32(1), key)[0]
+    filled = _make_step(buffer, example)(state, jnp.float32(1), key)[0]
     for empty in (state, buffer.empty(filled)):
         contract = "sampling an empty buffer outside jit raises"
         _expect_raises(ValueError, functools.partial(buffer.sample, empty, key), contract)
@@ -287,18 +296,18 @@ def check_empty(buffer: ReplayBuffer, example: Item) -> None:
 
 def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
     """Checks that after `empty` and `truncate` only items that are held are drawn."""
-    state = _filled(buffer, example, 6, 3)
+    state = _fill_state(buffer, example, 6, 3)
     items = rows(example, jnp.float32(3), 9, *buffer._lead())
     if buffer.writer.writes:
         _expect_held(buffer, buffer.extend(buffer.empty(state), items), "after empty")
     state = buffer.truncate(state)
-    # A unit that reads other rows than those of its anchors has to know the ends.
+    # A unit that reads other rows than those of its anchors has to know the ends, also those that
+    # `truncate` makes; find out by the slots that it reads.
     context = context_of(buffer, state.writer)
     slots = _draw(buffer, state, jax.random.key(10))[1].indices
     mask = jnp.ones(slots.shape, jnp.bool_)
     plan = buffer.unit.plan_read(context, state.unit, slots, mask, jax.random.key(11))
     names = pytree.leaf_names(buffer.stored(state))
-    # Only units that read other rows than those of their anchors need to know ends.
     if any((slots != plan.where(name).T).any() for name in names):
         is_ordered = buffer.writer.is_chronological
         newest = buffer.newest(state, 1)[0] if is_ordered else jnp.zeros(0, jnp.int32)
@@ -308,9 +317,10 @@ def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def check_options(buffer: ReplayBuffer, example: Item) -> None:
-    """Checks the options of `draw`, and probabilities against the frequencies of draws."""
+    """Checks the options of methods, and probabilities against the frequencies of draws."""
     sampler, key = buffer.sampler, jax.random.key(7)
-    state = _filled(buffer, example)
+    state = _fill_state(buffer, example)
+    # Priorities that are given with rows must be stored at the anchors among them.
     takes = isinstance(sampler, PrioritizedSampler) and sampler.takes_priorities
     if takes and buffer.writer.is_chronological:
         lead = (9, *buffer._lead())
@@ -319,18 +329,27 @@ def check_options(buffer: ReplayBuffer, example: Item) -> None:
         stored = buffer.priorities(buffer.extend(buffer.init(example), items, priorities=new))
         right = (stored < 0).at[: new.size].max(stored[: new.size] == new.reshape(-1))
         _expect(right.all(), "priorities that come with rows are those of the anchors there")
+    # The batch size of a call overrides that of the buffer.
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(_draw(buffer, state, key, batch_size=5)[1])}
     _expect(sizes == {5}, "batch_size is that of every leaf of the sample", f"got {sizes}")
-    if sampler.consumes or not buffer.can_sample(state):
-        return
+    if not sampler.consumes and buffer.can_sample(state):
+        _check_weights(buffer, state, key)
+
+
+def _check_weights(buffer: ReplayBuffer, state: BufferState, key: jax.Array) -> None:
+    """Checks weights against probabilities, and these against the frequencies of draws."""
+    sampler = buffer.sampler
+    # Weights are powers of probabilities, up to a factor.
     for beta in (0.0, 1.0):
-        batch = buffer.sample(state, key, 4096, beta)
+        batch = buffer.sample(state, key, _NUM_DRAWS, beta)
         drawn = np.asarray(batch.probabilities) > 0
         chances = np.asarray(batch.probabilities, np.float64)[drawn]
-        if isinstance(sampler, ShardedSampler):  # only these have an exponent
+        # Only these samplers have an exponent.
+        if isinstance(sampler, ShardedSampler):
             undone = np.asarray(batch.weights)[drawn] * chances ** float(sampler.exponent(beta))
             contract = f"weights undo the bias of the draw, beta={beta}{_UNWEIGHTED}"
             _expect_even(undone, contract, 1e-3)
+    # The factor is the greatest weight of the batch, or of all anchors.
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
     greatest = {"batch": 1, None: 1 / (int(anchors.count) * float(np.min(batch.probabilities)))}
     if isinstance(sampler, PrioritizedSampler) and batch.mask.all():
@@ -338,16 +357,17 @@ def check_options(buffer: ReplayBuffer, example: Item) -> None:
         right = kind not in greatest or np.isclose(got, greatest[kind], rtol=1e-3)
         contract = f"weights are divided as `normalize` says, {kind}{_UNWEIGHTED}"
         _expect(right, contract, f"the greatest is {got}")
-    if not np.asarray(batch.mask).reshape(4096, -1).any(axis=1).all():
+    # Anchors are drawn as often as their probabilities say, by each sampler of a mixture.
+    if not np.asarray(batch.mask).reshape(_NUM_DRAWS, -1).any(axis=1).all():
         return
-    source = np.asarray(batch.info.get("sampler", np.zeros(4096, np.int32)))
-    for number in np.unique(source):  # each sampler of a mixture has its own probabilities
+    source = np.asarray(batch.info.get("sampler", np.zeros(_NUM_DRAWS, np.int32)))
+    for number in np.unique(source):
         own = source == number
         slots, first, counts = np.unique(batch.indices[own], return_index=True, return_counts=True)
         chances = np.asarray(batch.probabilities, np.float64)[own][first]
         expected = own.sum() * chances
         chi = float((np.square(counts - expected) / expected).sum())
-        # Chi-square has a variance of twice its degrees of freedom: six standard deviations.
+        # Allow six standard deviations: the variance is twice the degrees of freedom.
         most = slots.size + 6 * np.sqrt(2 * slots.size)
         _expect(
             chi < most, "anchors are drawn as often as their probabilities say", f"chi {chi:.0f}"
@@ -358,8 +378,9 @@ def check_options(buffer: ReplayBuffer, example: Item) -> None:
 
 def check_edited(buffer: ReplayBuffer, example: Item) -> None:
     """Checks that `set` changes only what it is given, and keeps the priorities of anchors."""
-    state = _filled(buffer, example)
+    state = _fill_state(buffer, example)
     names = editing.flags(buffer, state)
+    # Set other leaves than flags, at some slots; the items at others must stay.
     if not buffer.transforms:
         slots, count = buffer.in_order(state)
         slots = slots[: int(count)]
@@ -370,9 +391,10 @@ def check_edited(buffer: ReplayBuffer, example: Item) -> None:
         )
         with contextlib.suppress(MissingMethodError):
             after = buffer.set(state, some, items)
-            _agree(buffer.take(after, some), items, "set changes what it names")
+            _expect_close(buffer.take(after, some), items, "set changes what it names")
             unnamed = buffer.take(state, others)
-            _agree(buffer.take(after, others), unnamed, "set changes what it names alone")
+            _expect_close(buffer.take(after, others), unnamed, "set changes what it names alone")
+    # Clear the flags of the oldest rows, which changes what the anchors are.
     if not names:
         return
     slots = buffer.in_order(state)[0][: 2 * buffer.ring.envs]
@@ -391,7 +413,7 @@ def check_edited(buffer: ReplayBuffer, example: Item) -> None:
 def check_rebuilt(make: Make, example: Item) -> None:
     """Checks that `jrb.rebuild` keeps priorities, and that items drawn after it are held."""
     buffer, other = make(64), make(64)
-    state = _filled(buffer, example)
+    state = _fill_state(buffer, example)
     with contextlib.suppress(MissingMethodError):
         after = jrb.rebuild(buffer, state, other)
         _expect_held(other, after, "after rebuild")
@@ -407,10 +429,12 @@ def check_sharded(buffer: ReplayBuffer, example: Item) -> None:
     envs, total = 2 * (buffer.num_envs or 1), buffer.capacity * 2
     size = 2 * (buffer.batch_size or 1)
     whole = dataclasses.replace(buffer, num_envs=envs, batch_size=size, capacity=total)
+    # Two shards may be refused: for transforms with a state, or numbers that two does not divide.
     try:
         sharded = jrb.Sharded(whole, 2)
-    except ValueError:  # such as transforms with a state, or a number that two does not divide
+    except ValueError:
         return
+    # Write the same items to both.
     items, key = rows(example, jnp.float32(4), 10, envs), jax.random.key(8)
     state, single = (each.extend(each.init(example), items) for each in (sharded, whole))
     # Shard s has the environments from s E / 2 on. `slots` has their slots in the whole buffer.
@@ -422,12 +446,14 @@ def check_sharded(buffer: ReplayBuffer, example: Item) -> None:
         state = sharded.draw(state, key)[0]
         if buffer.sampler.consumes:
             return
+        # Give the items of the second shard three times the priorities.
         if buffer.sampler.prioritized:
             new = (1 + jnp.arange(total, dtype=jnp.float32) % 13).at[slots[1]].multiply(3)
             own = jnp.broadcast_to(jnp.arange(buffer.capacity, dtype=jnp.int32), slots.shape)
             state = sharded.update_priority(state, own, new[slots])
             single = whole.update_priority(single, jnp.arange(total, dtype=jnp.int32), new)
-        batch, other = sharded.sample(state, key, 4096, 1.0), whole.sample(single, key, 4096, 1.0)
+        draw = (key, _NUM_DRAWS, 1.0)
+        batch, other = sharded.sample(state, *draw), whole.sample(single, *draw)
         slots = slots[np.asarray(batch.info["shard"]), np.asarray(batch.indices)]
         _expect_as_single(buffer.sampler, slots, batch, other)
 
@@ -447,13 +473,15 @@ def _expect_as_single(sampler: Any, slots: np.ndarray, batch: Sample, other: Sam
     weights = np.asarray(batch.weights, np.float64)[drawn] / part
     power = float(sampler.exponent(1.0)) if isinstance(sampler, ShardedSampler) else 0.0
     _expect_even(weights * chances**power, "weights of shards undo the bias of the draw")
+    # Compare with the single buffer, if it has drawn the same anchors. The newest half of an odd
+    # number of anchors, for example, is another one in shards.
     fields = (other.indices, other.probabilities, other.weights)
     entries = zip(*(np.asarray(field).tolist() for field in fields), strict=True)
     single = {slot: (chance, weight) for slot, chance, weight in entries if chance > 0}
-    if not single or single.keys() != set(slots):  # such as the newest half of an odd number
+    if not single or single.keys() != set(slots):
         return
     ratio = chances / np.array([single[slot][0] for slot in slots])
-    # Skips samplers whose probabilities within a shard differ, such as those by ranks.
+    # Skip samplers whose probabilities within a shard differ, such as those by ranks.
     if all(np.ptp(ratio[shard == number]) < 1e-3 for number in set(shard)):
         text = f"divided by those of a single buffer they are {np.unique(ratio.round(4))}"
         even = np.allclose(ratio, 1, rtol=1e-3)
@@ -468,7 +496,8 @@ def check_stacked(buffer: ReplayBuffer, example: Item) -> None:
         try:
             stacked = dataclasses.replace(buffer, unit=unit, sampler=jrb.Prioritized())
             stacked.init(example)
-        except ValueError:  # such as anchors that are no rows, or items without observations
+        except ValueError:
+            # Anchors may be no rows, or items may have no observations.
             continue
         check_refilled(stacked, example)
 
@@ -499,8 +528,16 @@ def check_in_place(make: Make, example: Item) -> None:
             grown = growth(make, example, step, agents)
             if grown < 0.01:
                 continue
-            # A method alone has no reason to copy: large arrays in its program, a part computes.
-            copied, *own = (_copies(make, example, each, agents) for each in (step, add, sample))
+            # Find copies with an entry for each slot, of the step and of single methods: these have
+            # no reason to copy, so a part computes such arrays. In XLA's text a copy is
+            # `%copy.1 = f32[8192,16]{1,0} copy(%x)`.
+            copies: list[list[str]] = []
+            for each in (step, add, sample):
+                text = _compile_scan(make(2**13), example, each, agents).as_text()
+                shapes = re.findall(r"= (\w+\[[\d,]+\])\S* copy\(", text)
+                size = lambda shape: math.prod(map(int, re.findall(r"\d+(?=[,\]])", shape)))
+                copies.append(sorted(shape for shape in shapes if size(shape) >= 2**13))
+            copied, *own = copies
             what = f"{step.__name__}, {agents or 'no'} agents: "
             is_copy = len(copied) > sum(map(len, own))
             _expect(not is_copy, f"{what}{grown:.0%} of the state is copied", f"arrays {copied}")
@@ -510,28 +547,17 @@ def check_in_place(make: Make, example: Item) -> None:
             _expect(per_slot < 64, what, "expected less than 64, as a sort of all slots has")
 
 
-def _copies(make: Make, example: Item, step: Step, agents: int | None) -> list[str]:
-    """Returns the shapes of copies in the compiled program that have an entry for each slot."""
-    text = _compiled_scan(make(2**13), example, step, agents).as_text()
-    # In XLA's text a copy is `%copy.1 = f32[8192,16]{1,0} copy(%x)`.
-    shapes = re.findall(r"= (\w+\[[\d,]+\])\S* copy\(", text)
-    size = lambda shape: np.prod([int(axis) for axis in re.findall(r"\d+(?=[,\]])", shape)])
-    return sorted(shape for shape in shapes if size(shape) >= 2**13)
-
-
-# States, and comparisons of them.
-
-# Like `ReplayBuffer.draw`, but gives a masked batch where there is nothing to draw.
+# This is `ReplayBuffer.draw`, but gives a masked batch where there is nothing to draw.
 _draw = functools.partial(eager.draw, batch_size=8, beta=None, quiet=True)
 
 
-def _stepper(buffer: ReplayBuffer, example: Item) -> Any:
+def _make_step(buffer: ReplayBuffer, example: Item) -> Any:
     """Returns a step that extends, draws, and updates priorities; compiled once for all checks."""
-    return _step_of(buffer, SpecKey(pytree.spec_of(example, "example")))
+    return _cached_step(buffer, SpecKey(pytree.spec_of(example, "example")))
 
 
 @functools.lru_cache(maxsize=8)
-def _step_of(buffer: ReplayBuffer, example: SpecKey) -> Any:
+def _cached_step(buffer: ReplayBuffer, example: SpecKey) -> Any:
     def step(state: BufferState, total: jax.Array, key: jax.Array) -> tuple[BufferState, Sample]:
         state = buffer.extend(state, rows(example.spec, total, 9, *buffer._lead()))
         state, sample = _draw(buffer, state, key)
@@ -542,9 +568,9 @@ def _step_of(buffer: ReplayBuffer, example: SpecKey) -> Any:
     return step
 
 
-def _filled(buffer: ReplayBuffer, example: Item, seed: int = 5, steps: int = 4) -> BufferState:
+def _fill_state(buffer: ReplayBuffer, example: Item, seed: int = 5, steps: int = 4) -> BufferState:
     """Returns a state with different priorities, after several writes, draws and updates."""
-    step, state = _stepper(buffer, example), buffer.init(example)
+    step, state = _make_step(buffer, example), buffer.init(example)
     for number, each in enumerate(jax.random.split(jax.random.key(seed), steps)):
         state = step(state, jnp.float32(number), each)[0]
     return state
@@ -552,6 +578,7 @@ def _filled(buffer: ReplayBuffer, example: Item, seed: int = 5, steps: int = 4) 
 
 def _expect_held(buffer: ReplayBuffer, state: BufferState, when: str) -> None:
     """Raises unless only held items are drawn, and exactly the anchors have priorities."""
+    # Compare the slots with priorities to those of anchors.
     slots, count = buffer.in_order(state)
     held = set(slots[:count].tolist())
     if buffer.sampler.prioritized:
@@ -562,6 +589,7 @@ def _expect_held(buffer: ReplayBuffer, state: BufferState, when: str) -> None:
         text = f"got others at the slots {sorted(has_priority ^ expected)}"
         right = has_priority == expected
         _expect(right, f"{when}, all anchors have priorities, and nothing else", text)
+    # Draw some batches, whose entries that are no padding must be of held items.
     for key in jax.random.split(jax.random.key(12), 4 if buffer.can_sample(state) else 0):
         batch = buffer.sample(state, key)
         drawn = np.asarray(batch.mask).reshape(len(batch.indices), -1).any(axis=1)
@@ -594,14 +622,14 @@ def _expect_raises(error: type[Exception], call: Callable[[], Any], contract: st
     _expect(False, contract)
 
 
-def _agree(got: PyTree, want: PyTree, contract: str) -> None:
+def _expect_close(got: PyTree, want: PyTree, contract: str) -> None:
     """Raises unless integers are equal and floats are equal up to rounding."""
     try:
         chex.assert_trees_all_equal_shapes_and_dtypes(want, got)
     except AssertionError as error:
         _expect(False, contract, str(error))
     leaves = jax.tree_util.tree_leaves_with_path(got)
-    # By hand: chex has no comparison of floats with a tolerance that keeps integers exact.
+    # chex has no comparison of floats with a tolerance that keeps integers exact.
     for (path, one), other in zip(leaves, jax.tree.leaves(want), strict=True):
         where = f"{contract}: leaf '{pytree.leaf_name(path)}'"
         if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
@@ -612,8 +640,8 @@ def _agree(got: PyTree, want: PyTree, contract: str) -> None:
 def _expect_equal(got: np.ndarray, want: np.ndarray, where: str) -> None:
     differs = got != want
     if jnp.issubdtype(got.dtype, jnp.floating):
+        # Compare in float64, in which bfloat16 and float32 are exact.
         wide = np.float64
-        # In float64, where bfloat16 and float32 are exact.
         differs &= ~np.isclose(got.astype(wide), want.astype(wide), 1e-6, 1e-7, equal_nan=True)
     if differs.any():
         at = tuple(map(int, np.argwhere(differs)[0])) if got.ndim else ()

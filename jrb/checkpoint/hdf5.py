@@ -41,7 +41,7 @@ from jrb.checkpoint import descriptions, loading, manifest, saving, schema
 from jrb.checkpoint.saving import AnySnapshot
 from jrb.checkpoint.schema import Snapshot
 from jrb.layouts.flat import from_flat, to_flat
-from jrb.layouts.nested import pieces as trajectories
+from jrb.layouts.nested import iter_trajectories
 from jrb.migrate import pieces, replay_target
 from jrb.mix import Description
 from jrb.state import BufferState, Device
@@ -145,7 +145,7 @@ def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
     if len(slots):
         leaves = dict(zip(_names(spec), arrays, strict=True))
         flat, links = to_flat(leaves, buffer.keys, slots.shape[1], ())
-        for number, (environment, length, rows) in enumerate(trajectories(flat, links.ends)):
+        for number, (environment, length, rows) in enumerate(iter_trajectories(flat, links.ends)):
             group = file.create_group(f"trajectories/{number:06d}")
             group.attrs.update(length=length, environment=environment)
             about["trajectories"].append([environment, length])

@@ -194,7 +194,8 @@ def run(arguments: list[str]) -> int:
         if error.ctx is not None:
             stop = "" if line.endswith((".", "?")) else "."
             line += f"{stop} {error.ctx.command_path} --help says more."
-    except BrokenPipeError:  # the reader of the pipe has ended
+    except BrokenPipeError:
+        # The reader of the pipe has ended. Python would complain of it on stderr at exit.
         sys.stderr.close()
         return 1
     except Exception as error:

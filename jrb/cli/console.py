@@ -20,6 +20,7 @@ _ENDLESS = 4096
 
 def show(*blocks: Any) -> None:
     """Prints tables and texts that functions of this module made."""
+    # A pipe has no width, unless COLUMNS sets one.
     console = rich_console.Console(highlight=False, soft_wrap=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = rich_console.Console(highlight=False, width=_ENDLESS)
@@ -81,6 +82,7 @@ def show_spinner(text: str) -> Iterator[None]:
 @contextlib.contextmanager
 def show_progress(text: str) -> Iterator[Callable[[float], None]]:
     """Shows a progress bar on a terminal; yields a function that takes the fraction done."""
+    # On stderr, the bar does not mix with the output of the command.
     console, rich = rich_console.Console(stderr=True), require("rich.progress", "cli")
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TaskProgressColumn()
     columns += (rich.TimeRemainingColumn(),)

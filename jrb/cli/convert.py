@@ -81,7 +81,8 @@ def _check_dest(source: str, dest: str, overwrite: bool) -> None:
     if not overwrite:
         raise ValueError(f"{dest}: there is something already; --overwrite would replace it.")
     if sources.kind_of(dest) == sources.OTHER:
-        sources.open_dataset(dest)  # raises if it is no dataset
+        # Raise if there is anything but a dataset.
+        sources.open_dataset(dest)
     # The lock raises if other files would be lost, or another process writes.
     with importlib.import_module("jrb.datasets.library").locked(dest):
         pass
@@ -126,7 +127,8 @@ def _replace(source: str, dest: str, overwrite: bool, result: tuple[Any, ...]) -
         raise ValueError(f"{temporary}: expected nothing there, found something. Move it away.")
     try:
         _write_result(temporary, dest, *result)
-        _check_dest(source, dest, overwrite)  # again, as writing may have taken long
+        # Check again, as writing may have taken long.
+        _check_dest(source, dest, overwrite)
         if not os.path.lexists(dest):
             os.rename(temporary, dest)
             return
@@ -194,7 +196,8 @@ def list_(
 ) -> None:
     """List the datasets in a folder."""
     if root is not None:
-        os.scandir(root).close()  # raises if there is no folder
+        # Raise if there is no such folder.
+        os.scandir(root).close()
     counts = ("episodes", "transitions", "nbytes")
     rows = [
         {"name": name, "kind": one.format.name, **{key: getattr(one, key) for key in counts}}
@@ -220,7 +223,8 @@ def delete(
 ) -> None:
     """Remove a dataset from the disk."""
     library = importlib.import_module("jrb.datasets.library")
-    library.path_in(name, root)  # raises for a wrong name, before the user is asked
+    # Raise for a wrong name before the user is asked.
+    library.path_in(name, root)
     if not yes:
         typer.confirm(f"Remove {printable(name, '')} for good?", abort=True, err=True)
     library.delete(name, root)

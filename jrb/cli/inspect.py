@@ -55,6 +55,7 @@ def inspect(
     state: sources.State = None,
 ) -> None:
     """Show the contents of PATH."""
+    # Only the report of a folder needs no JAX.
     kind = sources.kind_of(path)
     if kind == sources.FOLDER:
         saved = manifest.open_generation(path).generation
@@ -71,7 +72,8 @@ def inspect(
 
 def _save_plot(path: str, kind: str, file: str, number: str | None) -> None:
     jrb: Any = importlib.import_module("jrb")
-    with importlib.import_module("jrb.authoring").enable_x64():  # so that 64-bit items are plotted
+    # Items of 64 bits are plotted as such.
+    with importlib.import_module("jrb.authoring").enable_x64():
         if kind == sources.OTHER:
             buffer, state = sources.open_dataset(path).buffer()
         else:
@@ -105,13 +107,14 @@ def _report_folder(path: str, saved: Generation, meta: dict[str, Any], prefix: s
     """Returns the report of a generation of a checkpoint or a store, or of a part of one."""
     facts, form, parts = meta.get("facts") or {}, meta.get("form") or {}, meta.get("parts", {})
     # List the arrays of this part, with type and bytes: small ones, then large ones in blocks.
+    # Arrays without a type are a store's own records.
     arrays = {name: (it.kind, len(it.data)) for name, it in saved.small.items()}
     specs = {name: table.spec for name, table in saved.large.items()}
     arrays |= {name: (it.kind, it.rows * it.width) for name, it in specs.items()}
     own = [
         _leaf(name.removeprefix(prefix), kind[0], json_.loads(kind[1]), nbytes)
         for name, (kind, nbytes) in sorted(arrays.items())
-        if name.startswith(prefix) and kind  # those without a type are a store's own records
+        if name.startswith(prefix) and kind
     ]
     # Tell the arrays of items, the state and the user's own data apart by their names.
     others = [it for it in own if not it["name"].startswith((".", *_ITEMS)) and not parts]
@@ -152,6 +155,7 @@ def _generations(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _report_dataset(path: str) -> Report:
+    # The bytes of a leaf are those of one transition times their number.
     dataset = sources.open_dataset(path)
     authoring, jax = importlib.import_module("jrb.authoring"), importlib.import_module("jax")
     names, specs = authoring.leaf_names(dataset.spec), jax.tree.leaves(dataset.spec)
@@ -207,6 +211,7 @@ def _render(report: Report, indent: str = "") -> Iterator[Any]:
         "extra": [_leaf_table(report["extra"])],
         "notes": [console.plain(note) for note in report["notes"]],
     }
+    # Show each section that has a row, indented below its name, then the parts of a composite.
     for name, content in sections.items():
         if any(getattr(block, "row_count", 1) for block in content):
             yield console.plain("")
@@ -259,6 +264,7 @@ def _fact_rows(report: Report) -> list[tuple[str, str]]:
 
 def _fact_text(fact: Any) -> str:
     """Returns a metadata entry as text; a space of Minari in Gymnasium's notation."""
+    # Minari stores spaces as dicts with a type; those of several spaces are shown recursively.
     kind = fact.get("type") if isinstance(fact, dict) else None
     try:
         if kind == "Box":
@@ -273,5 +279,6 @@ def _fact_text(fact: Any) -> str:
             texts = [f"{name}: {_fact_text(one)}" for name, one in inner.items()] if named else None
             return f"{kind}({', '.join(texts or map(_fact_text, inner))})"
     except (KeyError, TypeError, ValueError, AttributeError):
-        pass  # not a space, but another program's dict with a similar "type"
+        # This is no space, but another program's dict with a similar "type".
+        pass
     return str(fact) if fact else ""

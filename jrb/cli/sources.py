@@ -73,7 +73,8 @@ def kind_of(path: str) -> str:
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file or directory.")
     if os.path.isdir(path):
-        os.listdir(path)  # raises here, since `is_checkpoint` is False for unreadable folders
+        # Raise for an unreadable folder, for which `is_checkpoint` is False.
+        os.listdir(path)
         return FOLDER if manifest.is_checkpoint(path) else OTHER
     if not os.path.isfile(path):
         return OTHER
@@ -81,7 +82,8 @@ def kind_of(path: str) -> str:
     with open(path, "rb") as file:
         if file.read(8) != b"\x89HDF\r\n\x1a\n":
             return OTHER
-    h5py = importlib.import_module("h5py")  # imported late, because it is slow
+    # h5py is imported late, because it is slow.
+    h5py = importlib.import_module("h5py")
     try:
         with h5py.File(path, "r", locking=False) as file:
             return FILE if file.attrs.get("format") == manifest.HDF5 else OTHER
@@ -99,7 +101,8 @@ def _parse_index(state: str) -> tuple[int, ...]:
 def open_dataset(path: str, state: str | None = None) -> Any:
     """Returns the dataset at a path, of any format; raises `NotOursError` if none matches."""
     if kind_of(path) == FOLDER:
-        manifest.metadata(path)  # raises if the checkpoint is damaged: no format would match it
+        # Raise for a damaged checkpoint here, as no format of datasets would match it.
+        manifest.metadata(path)
     datasets = importlib.import_module("jrb.datasets")
     try:
         return datasets.open(path, **({} if state is None else {"state": _parse_index(state)}))
@@ -112,6 +115,7 @@ def open_dataset(path: str, state: str | None = None) -> Any:
 
 def check_no_overlap(source: str, dest: str) -> None:
     """Raises if two paths are the same, or one contains the other."""
+    # Two names may also be links to one file.
     one, other = os.path.realpath(source), os.path.realpath(dest)
     is_same = os.path.exists(dest) and os.path.samefile(source, dest)
     if is_same or os.path.commonpath([one, other]) in (one, other):
@@ -131,6 +135,7 @@ def verify(path: Annotated[str, SOURCE]) -> None:
 
     Prints one line for each defect, and exits with status 1 if there are any.
     """
+    # Stores in folders are verified without JAX.
     kind = kind_of(path)
     with console.show_progress("verifying") as progress:
         if kind == FOLDER:

@@ -21,8 +21,9 @@ def stats(
     state: sources.State = None,
 ) -> None:
     """Show returns, lengths and rewards of the episodes at PATH."""
-    sources.kind_of(path)  # raises if there is no such path
-    with importlib.import_module("jrb.authoring").enable_x64():  # keeps 64-bit dtypes
+    # Raise for a path that does not exist; then read the numbers in their own dtypes.
+    sources.kind_of(path)
+    with importlib.import_module("jrb.authoring").enable_x64():
         dataset = sources.open_dataset(path, state)
         running = dataset.facts.get("running", np.zeros(len(dataset), bool))
         counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
@@ -37,7 +38,13 @@ def stats(
     # Show a column of statistics for each group of numbers, then its histogram in a line.
     some = {name: each for name, each in summaries.items() if each["count"]}
     if some:
-        rows = [[row, *(_text(each[row]) for each in some.values())] for row in _ROWS]
+        rows: list[list[str]] = []
+        for name in _ROWS:
+            values = [each[name] for each in some.values()]
+            texts = [
+                "" if it is None else f"{it:,}" if name == "count" else f"{it:.5g}" for it in values
+            ]
+            rows.append([name, *texts])
         blocks += [console.plain(""), console.table(["", *some], rows, numbers=len(some))]
     histograms = [
         (name, f"{each['min']:.5g} {bars(each['histogram'])} {each['max']:.5g}")
@@ -56,6 +63,7 @@ def _read_numbers(dataset: Any) -> dict[str, np.ndarray]:
     complete = dataset.only(dataset.numbers[dataset.complete])
     arrays = {"lengths": complete.lengths}
     if "reward" in dataset.spec["next"]:
+        # Concatenate the rewards of all episodes, leaf by leaf.
         jax = importlib.import_module("jax")
         every = list(dataset.format.rewards(dataset.source, dataset.numbers.tolist()))
         rows = [
@@ -77,6 +85,7 @@ def _read_numbers(dataset: Any) -> dict[str, np.ndarray]:
 def summary(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
     """Returns statistics of the finite numbers, None if there are none, and a histogram."""
     array = np.asarray(values, np.float64)
+    # Statistics are of the finite numbers, of which there may be none.
     fine = array[np.isfinite(array)]
     names = {"min": np.min, "median": np.median, "mean": np.mean, "max": np.max, "std": np.std}
     numbers = {name: float(of(fine)) if len(fine) else None for name, of in names.items()}
@@ -86,12 +95,7 @@ def summary(values: Sequence[float] | np.ndarray) -> dict[str, Any]:
 
 def bars(counts: list[int]) -> str:
     """Returns a bar chart of one character per count, as high as the count; blank for 0."""
+    # The highest count has the highest character, and any count above 0 at least the lowest.
     most = max(counts, default=0)
     level = lambda count: -(-count * len(_BLOCKS) // most) - 1
     return "".join(_BLOCKS[level(count)] if count else " " for count in counts)
-
-
-def _text(number: float | None) -> str:
-    if number is None:
-        return ""
-    return f"{number:,}" if isinstance(number, int) else f"{number:.5g}"

@@ -53,19 +53,21 @@ class TrajectoryBufferState(Generic[Experience]):
         vars(self).update(of)
         if experience is None:
             return
+        # Write the rows in order of time. In a full ring, rows from the cursor on are the oldest:
+        # write all rows, then those before the cursor again, in their own slots.
         rows = _swap(jax.tree.map(jnp.asarray, experience))
         length, envs = jax.tree.leaves(rows)[0].shape[:2]
         cursor, full = (jnp.ravel(jnp.asarray(x))[0].item() for x in (current_index, is_full))
         self.buffer = jrb.ReplayBuffer(length * envs, envs, keys=_KEYS)
         self.inner = self.buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], rows))
-        for stop in (length, int(cursor)) if full else (int(cursor),):  # if full, all rows first
+        for stop in (length, int(cursor)) if full else (int(cursor),):
             first = jax.tree.map(lambda leaf: leaf[:stop], rows)  # noqa: B023
             self.inner = self.buffer.extend(self.inner, first)
 
     @property
     def experience(self) -> Any:
         """A copy of the stored steps, leaves `[E, T, ...]`."""
-        return _each(self.buffer, self.inner, function=_experience)
+        return _map_states(self.buffer, self.inner, function=_stored_steps)
 
     # The next row to write, True if all rows were written, and the number of rows ever written.
     current_index: property = property(lambda s: s.inner.writer.cursor)
@@ -88,7 +90,7 @@ class PrioritisedTrajectoryBufferState(TrajectoryBufferState[Experience]):
     @property
     def sum_tree_state(self) -> SumTreeState:
         """The tree of masses, whose leaves are in flashbax's order."""
-        return _each(self.buffer, self.inner, function=_sum_tree)
+        return _map_states(self.buffer, self.inner, function=_sum_tree)
 
 
 class TrajectoryQueueState(TrajectoryBufferState[Experience]):
@@ -106,7 +108,9 @@ for _class in (TrajectoryBufferState, PrioritisedTrajectoryBufferState, Trajecto
 
 
 @by_description("function")
-def _each(buffer: jrb.ReplayBuffer, inner: jrb.BufferState, function: Callable[..., Any]) -> Any:
+def _map_states(
+    buffer: jrb.ReplayBuffer, inner: jrb.BufferState, function: Callable[..., Any]
+) -> Any:
     """Applies a function to a state, or by `vmap` to each of the states stacked in `inner`."""
     function = functools.partial(function, buffer)
     for _ in range(inner.writer.count.ndim):
@@ -114,7 +118,7 @@ def _each(buffer: jrb.ReplayBuffer, inner: jrb.BufferState, function: Callable[.
     return function(inner)
 
 
-def _experience(buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> Any:
+def _stored_steps(buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> Any:
     return buffer.take(inner, jnp.arange(buffer.capacity).reshape(-1, buffer.ring.envs).T)
 
 
@@ -122,6 +126,7 @@ def _sum_tree(buffer: jrb.ReplayBuffer, inner: jrb.BufferState) -> SumTreeState:
     count, alpha = buffer.capacity // _period(buffer), cast(Any, buffer.sampler).alpha
     priorities = jnp.maximum(buffer.priorities(inner, _slots(buffer, jnp.arange(count))), 0.0)
     masses = jnp.where(priorities > 0, priorities**alpha, 0.0)
+    # Pad the leaves to a power of two, and add up pairs of nodes level by level.
     levels = [jnp.pad(masses, (0, (1 << (count - 1).bit_length()) - count))]
     while len(levels[0]) > 1:
         levels.insert(0, levels[0][::2] + levels[0][1::2])
@@ -179,13 +184,15 @@ class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
         return self.state_class(inner=inner, buffer=self.buffer)
 
     def _inner(self, state: Any) -> jrb.BufferState:
-        same = state.buffer == self.buffer  # False for a state that was made from arrays
+        # The buffer of a state that was made from arrays is another one.
+        same = state.buffer == self.buffer
         return state.inner if same else jrb.rebuild(state.buffer, state.inner, self.buffer)
 
     def add(self, state: BufferState, batch: Any) -> BufferState:
         """Returns the state with time steps `[E, T, ...]` added."""
         batch = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, self.missing), batch)
-        if self.buffer.num_envs is None:  # all steps become one stream
+        # In an item buffer, all steps become one stream.
+        if self.buffer.num_envs is None:
             rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
         else:
             rows = _swap(batch)
@@ -203,6 +210,7 @@ class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
         shape = (batch_size or self.buffer.batch_size or 1,)
         number = jax.random.randint(rng_key, shape, 0, starts * ring.envs)
         start, env = jnp.divmod(number, ring.envs)
+        # Count the rows from the oldest one, around the ring.
         first = state.current_index - count + start * _period(self.buffer)
         slots = jax.vmap(lambda row, env: (row + span) % ring.rows * ring.envs + env)(first, env)
         data = state.buffer.take(state.inner, slots)
@@ -212,7 +220,7 @@ class TrajectoryBuffer(Generic[Experience, BufferState, BufferSample]):
         """Returns bool, True if enough time steps are stored."""
         enough = state.inner.writer.count >= self.min_rows
         if state.buffer == self.buffer:
-            enough &= _each(self.buffer, state.inner, function=jrb.ReplayBuffer.can_sample)
+            enough &= _map_states(self.buffer, state.inner, function=jrb.ReplayBuffer.can_sample)
         return enough
 
 
@@ -224,8 +232,9 @@ class PrioritisedTrajectoryBuffer(TrajectoryBuffer[Experience, BufferState, Buff
     def sample(self, state: Any, rng_key: jax.Array, batch_size: int | None = None) -> Any:
         """Returns a batch, without changing the state."""
         batch = self.buffer.sample(self._inner(state), rng_key, batch_size)
+        # Convert slots to flashbax's indices, by the inverse of `_slots`.
         (row, env), period = jnp.divmod(batch.indices, self.buffer.ring.envs), _period(self.buffer)
-        indices = env * (self.buffer.ring.rows // period) + row // period  # inverse of `_slots`
+        indices = env * (self.buffer.ring.rows // period) + row // period
         return PrioritisedTrajectoryBufferSample(batch.data, indices, batch.probabilities)
 
     def set_priorities(self, state: BufferState, indices: Any, priorities: Any) -> BufferState:
@@ -258,7 +267,7 @@ class TrajectoryQueue(TrajectoryBuffer[Experience, BufferState, BufferSample]):
         return state.num_pending + self.add_rows <= self.buffer.ring.rows
 
 
-def _make(
+def _make_buffer(
     rows: int | None, envs: int | None, batch: int, least: int, unit: jrb.types.Unit, **options: Any
 ) -> TrajectoryBuffer[Any, Any, Any]:
     """Returns the functions of a buffer of `rows` rows; `can_sample` requires `least` of them."""
@@ -283,7 +292,7 @@ def make_trajectory_buffer(
     """Makes a buffer of E streams from which windows of L steps are sampled uniformly."""
     rows = max_length_time_axis if max_size is None else max_size // add_batch_size
     windows = jrb.Sequence(sample_sequence_length, stride=period, cross_episodes=True)
-    return _make(rows, add_batch_size, sample_batch_size, min_length_time_axis, windows)
+    return _make_buffer(rows, add_batch_size, sample_batch_size, min_length_time_axis, windows)
 
 
 def make_flat_buffer(
@@ -294,10 +303,12 @@ def make_flat_buffer(
     add_batch_size: int | None = None,
 ) -> TrajectoryBuffer[Any, Any, Any]:
     """Makes a buffer of time steps that samples pairs of consecutive steps."""
+    # `min_length` counts steps of all streams; a pair needs one row more.
     envs, pair = add_batch_size or 1, jrb.Sequence(2, cross_episodes=True)
     missing = (0,) * (add_batch_size is None) + (1,) * (not add_sequences)
     rows, least = max_length // envs, min_length // envs + 1
-    return _make(rows, envs, sample_batch_size, least, pair, missing=missing, transforms=(_pair,))
+    options: dict[str, Any] = {"missing": missing, "transforms": (_pair,)}
+    return _make_buffer(rows, envs, sample_batch_size, least, pair, **options)
 
 
 def make_item_buffer(
@@ -308,22 +319,24 @@ def make_item_buffer(
     add_batches: bool = False,
 ) -> TrajectoryBuffer[Any, Any, Any]:
     """Makes a buffer that samples single items."""
-    missing = (0,) * (not add_batches) + (1,) * (not add_sequences)
-    return _make(max_length, None, sample_batch_size, min_length, jrb.Transition(), missing=missing)
+    missing, unit = (0,) * (not add_batches) + (1,) * (not add_sequences), jrb.Transition()
+    return _make_buffer(max_length, None, sample_batch_size, min_length, unit, missing=missing)
 
 
-def _prioritised(maker: Callable[..., TrajectoryBuffer[Any, Any, Any]]) -> Callable[..., Any]:
+def _prioritised_maker(maker: Callable[..., TrajectoryBuffer[Any, Any, Any]]) -> Callable[..., Any]:
     """Returns a maker with two more arguments, `priority_exponent` and `device` (ignored)."""
     count = len(inspect.signature(maker).parameters)
 
     def make(*args: Any, priority_exponent: float = 0.6, device: str = "cpu", **kwargs: Any) -> Any:
+        # flashbax's makers take the exponent as the argument after those of the uniform ones.
         exponent = args[count] if len(args) > count else priority_exponent
         if not 0 <= exponent <= 1:
             raise ValueError(f"priority_exponent: expected 0 to 1, got {exponent}.")
         one, sampler = maker(*args[:count], **kwargs), jrb.Prioritized(alpha=exponent, eps=0.0)
         buffer, period = dataclasses.replace(one.buffer, sampler=sampler), _period(one.buffer)
-        rows = buffer.ring.rows // period * period  # flashbax keeps complete periods only
-        if rows < getattr(buffer.unit, "length", 1) + period - 1:  # then jrb ignores the stride
+        # flashbax keeps complete periods only. Ignore the stride in a ring too short for it.
+        rows = buffer.ring.rows // period * period
+        if rows < getattr(buffer.unit, "length", 1) + period - 1:
             unit = dataclasses.replace(cast(Any, buffer.unit), stride=1)
             buffer = dataclasses.replace(buffer, unit=unit)
         buffer = dataclasses.replace(buffer, capacity=rows * buffer.ring.envs)
@@ -333,9 +346,9 @@ def _prioritised(maker: Callable[..., TrajectoryBuffer[Any, Any, Any]]) -> Calla
     return make
 
 
-make_prioritised_trajectory_buffer: Callable[..., Any] = _prioritised(make_trajectory_buffer)
-make_prioritised_flat_buffer: Callable[..., Any] = _prioritised(make_flat_buffer)
-make_prioritised_item_buffer: Callable[..., Any] = _prioritised(make_item_buffer)
+make_prioritised_trajectory_buffer: Callable[..., Any] = _prioritised_maker(make_trajectory_buffer)
+make_prioritised_flat_buffer: Callable[..., Any] = _prioritised_maker(make_flat_buffer)
+make_prioritised_item_buffer: Callable[..., Any] = _prioritised_maker(make_item_buffer)
 
 
 def make_trajectory_queue(
@@ -388,13 +401,15 @@ def install() -> None:
     Call it before anything imports flashbax. If flashbax is installed, `flashbax.vault` and
     `flashbax.utils` stay its own, and work with the states of this module.
     """
+    # Make a module for each of flashbax's, inner ones first, so that outer ones have them as names.
     folders = getattr(find_spec("flashbax"), "submodule_search_locations", None) or []
     kinds = ["flat_buffer", "item_buffer", "trajectory_buffer", "trajectory_queue", "mixer"]
     kinds += [f"prioritised_{kind}" for kind in kinds[:3]]
     public = {name: globals()[name] for name in __all__}
     for name in (*(f"buffers.{kind}" for kind in kinds), "buffers", ""):
         spec = ModuleSpec(f"flashbax.{name}".rstrip("."), None)
-        if "." not in name:  # a package, whose other modules are those of flashbax
+        # The other modules of a package are those of flashbax.
+        if "." not in name:
             spec.submodule_search_locations = [f"{folder}/{name}" for folder in folders]
         module = sys.modules[spec.name] = module_from_spec(spec)
         vars(module).update(public)

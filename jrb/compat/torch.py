@@ -33,6 +33,7 @@ def to_torch(batch: Any, *, copy: bool = False) -> Any:
     def tensor(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
+        # PyTorch shares the memory of arrays. It warns of read-only ones of NumPy: copy these.
         try:
             if isinstance(leaf, jax.Array):
                 result = torch.from_dlpack(leaf)

@@ -20,7 +20,8 @@ _PARTS = 8
 def main(env: str, steps: int, seeds: int, seed: int, out: str, devices: int = 1) -> None:
     """Trains with a progress bar, prints a table, and writes the plot to the path `out`."""
     config = training.Config(env=env, steps=steps, seeds=seeds, seed=seed, devices=devices)
-    training.Agent(config)  # raises for a wrong config before anything is shown
+    # Raise for a wrong config before anything is shown.
+    training.Agent(config)
     console = rich_console.Console()
     columns = (
         rich_progress.TextColumn("{task.description}"),
@@ -40,12 +41,12 @@ def main(env: str, steps: int, seeds: int, seed: int, out: str, devices: int = 1
             bar.update(task, description=config.env, completed=chunk, rate=rate, mean=mean)
 
         result = training.train(config, report)
-    console.print(table(config, result))
-    picture(config, result).savefig(out, dpi=150)
+    console.print(make_table(config, result))
+    plot_training(config, result).savefig(out, dpi=150)
     console.print(f"The learning curve and the priorities are in {out}")
 
 
-def table(config: training.Config, result: training.Result) -> Any:
+def make_table(config: training.Config, result: training.Result) -> Any:
     """Returns a table of the mean return in each eighth of the training, by seed."""
     total = config.played * config.seeds
     view = rich_table.Table(
@@ -59,12 +60,13 @@ def table(config: training.Config, result: training.Result) -> Any:
     return view
 
 
-def picture(config: training.Config, result: training.Result) -> Any:
+def plot_training(config: training.Config, result: training.Result) -> Any:
     """Returns a figure of the learning curve of every seed, and of the final priorities."""
     curves = result.mean_return(config.chunks)
     masses = (result.priorities.astype(np.float64) + config.eps) ** config.alpha
 
-    def curve(axes: canvas.Axes, tone: canvas.Tone) -> None:
+    def plot_curves(axes: canvas.Axes, tone: canvas.Tone) -> None:
+        # Plot the curve of a single seed, or pale ones of several seeds and their mean.
         steps = np.linspace(0, config.played / 1000, config.chunks + 1)[1:]
         one = curves.shape[1] == 1
         axes.plot(steps, curves, color=canvas.BLUE if one else canvas.GREY, linewidth=1 + one)
@@ -75,14 +77,15 @@ def picture(config: training.Config, result: training.Result) -> Any:
         axes.set_ylim(bottom=min(0.0, float(np.nanmin(curves, initial=0))))
         axes.set(xlabel="thousands of environment steps", ylabel="mean return")
         canvas.whole_numbers(axes.xaxis)
+        # Say the mean return in the last tenth of the training.
         last = curves[-max(1, len(curves) // 10) :]
         last = last[np.isfinite(last)]
         end = f"return {last.mean():.1f}" if last.size else "no episode"
         more = "the episodes that ended since the point before"
         canvas.write_title(axes, tone, f"{config.env}: {end} at the end", more)
 
-    def spread(axes: canvas.Axes, tone: canvas.Tone) -> None:
+    def plot_priorities(axes: canvas.Axes, tone: canvas.Tone) -> None:
         plot_priority_histogram(result.priorities, masses, axes, tone)
         axes.set_xlabel("priority: |TD error| when last drawn, or the largest so far")
 
-    return canvas.draw_rows([canvas.Row(3.3, [curve, spread])], None, "demo")
+    return canvas.draw_rows([canvas.Row(3.3, [plot_curves, plot_priorities])], None, "demo")

@@ -121,6 +121,7 @@ class Environment:
         self.env: Any = None
         self.params: Any = None
         self.env, self.params = gymnax.make(name)
+        # The network has a value for each action.
         space = self.env.action_space(self.params)
         if not isinstance(space, gymnax.environments.spaces.Discrete):
             raise ValueError(
@@ -186,6 +187,7 @@ def loss(
 
     Only termination stops the bootstrap; a truncated episode would have continued.
     """
+    # The network chooses the next action, the target network evaluates it.
     after = batch["next"]
     pick = lambda values, action: jnp.take_along_axis(values, action[:, None], axis=1)[:, 0]
     best = jnp.argmax(action_values(network, after["observation"]), axis=1)
@@ -222,6 +224,7 @@ class Agent:
             mesh = Mesh(np.array(devices[: config.devices]), (AXIS,))
             self.mesh = mesh
             self.buffer = Sharded(self.buffer, config.devices, self.mesh, AXIS)
+        # The learning rate rises for 2 % of the updates, then falls along a cosine.
         total, peak = config.iterations * config.chunks * config.updates, config.learning_rate
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, total // 50 + 1, total, peak / 10)
         clip = optax.clip_by_global_norm(10.0)
@@ -234,6 +237,7 @@ class Agent:
         observation = self.env.flat(observation)
         widths = (self.env.width, *self.config.hidden, self.env.actions)
         network = new_network(for_network, widths)
+        # An abstract step gives the leaves of a transition.
         action = jnp.zeros(self.config.num_envs, jnp.int32)
         step = lambda: self.env.step(key, env_state, action)[1]
         rows = {"observation": observation, "action": action, "next": jax.eval_shape(step)}
@@ -270,7 +274,7 @@ class Agent:
     def _iterate(self, carry: Carry, _: None) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
         key, for_act, for_reset, for_draw = jax.random.split(carry.key, 4)
         for_coin, for_action, for_step = jax.random.split(for_act, 3)
-        # One epsilon-greedy step of all environments.
+        # Take one epsilon-greedy step of all environments.
         config, shape = self.config, (self.config.num_envs,)
         explored = config.exploration * config.iterations * config.chunks
         epsilon = jnp.maximum(config.epsilon, 1 - carry.iteration.astype(jnp.float32) / explored)
@@ -282,7 +286,7 @@ class Agent:
         )
         env_state, after = self.env.step(for_step, carry.env_state, action)
         transition = {"observation": carry.observation, "action": action, "next": after}
-        # The sample comes after the write and depends on it, so XLA need not copy the buffer.
+        # Sample after the write, on which the sample depends: XLA need not copy the buffer.
         replay = self.buffer.add(carry.replay, transition)
         sample = self.buffer.sample(replay, for_draw)
         network, target, optimizer, priorities = self._learn(carry, sample)
@@ -309,10 +313,7 @@ class Agent:
         return self._constrain(carry), (jnp.sum(jnp.where(done, returns, 0.0)), jnp.sum(done))
 
     def _learn(self, carry: Carry, sample: Sample) -> tuple[Network, Network, Any, jax.Array]:
-        """Takes U gradient steps on U batches; also returns the errors as priorities, `[U * B]`.
-
-        The sample is stratified, so each batch takes every U-th stratum.
-        """
+        """Takes U gradient steps on U batches; also returns the errors as priorities, `[U * B]`."""
 
         def descend(parts: tuple, batch: tuple) -> tuple[tuple, jax.Array]:
             network, target, optimizer = parts
@@ -324,6 +325,7 @@ class Agent:
             target = optax.incremental_update(network, target, self.config.target_rate)
             return (network, target, optimizer), errors
 
+        # Batch u has the draws u, u + U, and so on: every U-th stratum, as draws are stratified.
         split = lambda x: jnp.swapaxes(x.reshape(-1, self.config.updates, *x.shape[1:]), 0, 1)
         batches = jax.tree.map(split, (sample.data, sample.weights))
         parts, errors = jax.lax.scan(
@@ -340,11 +342,13 @@ def train(
     `report` is called after every chunk with the number of chunks done, and with the mean return of
     the episodes that ended in this chunk, NaN if none did.
     """
+    # Make one agent, or K of them by `vmap`.
     start = time.perf_counter()
     agent, many = Agent(config), config.seeds > 1
     vmapped = jax.vmap if many else lambda function: function
     seeds = config.seed + jnp.arange(config.seeds) if many else config.seed
     carry = jax.jit(vmapped(agent.init))(vmapped(jax.random.key)(seeds))
+    # Run chunk after chunk, in the memory of the same carry.
     run = jax.jit(vmapped(agent.chunk), donate_argnums=0)
     sums: list[tuple[np.ndarray, np.ndarray]] = []
     for chunk in range(config.chunks):
@@ -353,6 +357,7 @@ def train(
         sums.append((returns, episodes))
         mean = float(returns.sum() / episodes.sum()) if episodes.sum() else math.nan
         report(chunk + 1, mean)
+    # Slots without an anchor have negative priorities.
     raw = np.asarray(carry.replay.sampler.raw).reshape(config.seeds, -1)[0]
     return Result(
         returns=np.stack([returns for returns, _ in sums]),

@@ -42,6 +42,7 @@ class Dump(NamedTuple):
         Raises:
             ValueError: the buffer has another `num_envs`, or does not accept the items.
         """
+        # Check that the buffer takes the items.
         envs = self.info["num_envs"]
         if not isinstance(buffer, ReplayBuffer):
             raise TypeError(f"into: expected a ReplayBuffer, got {type(buffer).__name__}.")
@@ -58,14 +59,17 @@ class Dump(NamedTuple):
         item = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
         spec = jax.tree.map(item, self.items)
         state = buffer.init(spec)
+        # Find the order of time, oldest row first; of too many rows, keep the newest.
         first = self.info["cursor"] % rows if self.info["full"] and rows else 0
-        order = (first + np.arange(rows)) % max(rows, 1)  # oldest first
+        order = (first + np.arange(rows)) % max(rows, 1)
         order = order[max(0, rows - ring.rows) :] if writer.is_chronological else order
+        # Write from the dump's oldest row on, so that every item keeps its slot.
         start = first if rows == ring.rows and writer.is_chronological else 0
-        if start:  # write from row `start` on, so that every item keeps its slot
+        if start:
             cursor = jnp.full_like(state.writer.cursor, start)
             state = state.replace(writer=state.writer.replace(cursor=cursor))
-        if self.info["full"] or rows > ring.rows:  # episodes may have begun before these rows
+        # Tell the unit if episodes may have begun before these rows.
+        if self.info["full"] or rows > ring.rows:
             before = jnp.full(ring.envs, jnp.iinfo(jnp.int32).max)
             state = state.replace(unit=buffer.unit.init_mid_episode(state.unit, before))
         methods = jitted(writable(buffer))
@@ -86,6 +90,7 @@ class Dump(NamedTuple):
                 f"{type(buffer.writer).__name__}: no slot is known for each of the priorities. "
                 "Leave them out of info."
             )
+        # The rows were written one after the other from row `start` on.
         places = (start + np.arange(len(order))) % ring.rows
         slots = places[:, None] * ring.envs + np.arange(ring.envs)
         values = np.asarray(self.info["priorities"], np.float32)[order].reshape(-1)

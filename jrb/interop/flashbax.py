@@ -73,6 +73,7 @@ def read_flashbax(
         >>> int(buffer.size(dump.into(buffer)))
         6
     """
+    # Check the state and the arguments.
     missing = [name for name in _NEEDED if not hasattr(state, name)]
     if missing:
         raise TypeError(
@@ -91,25 +92,27 @@ def read_flashbax(
         )
     if sequence_length is not None and sequence_length < 1:
         raise ValueError(f"sequence_length: expected at least 1, got {sequence_length!r}.")
+    # Read the written rows; those of a ring that is not full end at its cursor.
     envs, length = jax.tree.leaves(state.experience)[0].shape[:2]
     cursor, full = int(state.current_index), bool(state.is_full)
     rows = length if full else cursor
-    items = jax.tree.map(lambda leaf: _time_first(leaf)[:rows], state.experience)
+    items = jax.tree.map(lambda leaf: _move_time_first(leaf)[:rows], state.experience)
     info = {"cursor": cursor, "full": full, "num_envs": envs, "capacity": envs * length}
     if hasattr(state, "sum_tree_state"):
-        info |= _priorities(state.sum_tree_state, info, priority_exponent, sequence_length)
-    return _squeezed(Dump(items, info)) if squeeze else Dump(items, info)
+        info |= _read_priorities(state.sum_tree_state, info, priority_exponent, sequence_length)
+    return _drop_env_axis(Dump(items, info)) if squeeze else Dump(items, info)
 
 
-def _priorities(tree: Any, info: dict[str, Any], exponent: float, sequence: int | None) -> Any:
+def _read_priorities(tree: Any, info: dict[str, Any], exponent: float, sequence: int | None) -> Any:
     """Returns the priorities of the written steps in a sum-tree, for the info of a dump."""
     envs, length = info["num_envs"], info["capacity"] // info["num_envs"]
-    steps = _by_step(tree, envs, length)
+    steps = _leaves_by_step(tree, envs, length)
     # A sequence is complete if it ends by the newest step; unwritten steps count as oldest.
     whole = steps > 0
     if sequence is not None:
         age = (np.arange(length) - info["cursor"]) % length
         whole = (steps >= 0) & (age + sequence <= length)[:, None]
+    # flashbax stores powers of priorities: take their roots.
     raised = np.where(whole, steps, 0.0).astype(np.float64)
     root = lambda value: value if exponent == 0 else value ** (1 / exponent)
     priorities = np.where(whole, root(raised), _NO_ITEM).astype(np.float32)
@@ -118,13 +121,13 @@ def _priorities(tree: Any, info: dict[str, Any], exponent: float, sequence: int 
     return {"priorities": priorities[:rows], "alpha": exponent, "eps": 0.0, "max_priority": most}
 
 
-def _time_first(leaf: Any) -> Any:
+def _move_time_first(leaf: Any) -> Any:
     """Returns a leaf `[A, T, ...]` as `[T, A, ...]` in NumPy; PRNG keys stay JAX arrays."""
     keys = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return (leaf if keys else np.asarray(leaf)).swapaxes(0, 1)
 
 
-def _by_step(tree: Item, envs: int, length: int) -> np.ndarray:
+def _leaves_by_step(tree: Item, envs: int, length: int) -> np.ndarray:
     """Returns a sum-tree's leaves by step, float32 `[T, A]`; NaN where no sequence may start.
 
     The tree has a leaf for every `period`-th step, stream after stream.
@@ -135,14 +138,15 @@ def _by_step(tree: Item, envs: int, length: int) -> np.ndarray:
             f"read_flashbax: expected a sum-tree whose leaves lie at equal distances in {length} "
             f"steps, got {items} leaves for each of {envs} rows."
         )
+    # The last level has a power of two nodes, of which the first are leaves in use.
     nodes = np.asarray(tree.nodes)
-    leaves = nodes[nodes.size // 2 :][: items * envs]  # the last level has a power of two nodes
+    leaves = nodes[nodes.size // 2 :][: items * envs]
     steps = np.full((length, envs), np.nan, np.float32)
     steps[:: length // items] = leaves.reshape(envs, items).T
     return steps
 
 
-def _squeezed(dump: Dump) -> Dump:
+def _drop_env_axis(dump: Dump) -> Dump:
     """Returns a dump without the environment axis."""
     envs, info = dump.info["num_envs"], dict(dump.info, num_envs=None)
     if envs != 1:
@@ -185,12 +189,14 @@ def read_vault(
         raise FileNotFoundError(
             f"{path}: expected a vault, a folder with {_METADATA}, found {names[:5] or 'nothing'}."
         )
+    # Open the vault by the parts of its path, and hide what flashbax prints meanwhile.
     parent, uid = os.path.split(path)
     folder, name = os.path.split(parent)
-    with contextlib.redirect_stdout(io.StringIO()):  # hides what flashbax prints
+    with contextlib.redirect_stdout(io.StringIO()):
         vault = library.Vault(name, example, rel_dir=folder, vault_uid=uid)
+    # A vault is no ring: its rows are in order of time.
     rows = vault.vault_index if newest is None else min(newest, vault.vault_index)
-    items = jax.tree.map(_time_first, vault.read(timesteps=rows).experience)
+    items = jax.tree.map(_move_time_first, vault.read(timesteps=rows).experience)
     envs = jax.tree.leaves(items)[0].shape[1]
     info = {"cursor": rows, "full": False, "num_envs": envs, "capacity": rows * envs}
-    return _squeezed(Dump(items, info)) if squeeze else Dump(items, info)
+    return _drop_env_axis(Dump(items, info)) if squeeze else Dump(items, info)

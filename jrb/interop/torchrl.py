@@ -82,6 +82,7 @@ def read_torchrl(
     expected = f"a length for {time} rows of {envs} items{', all full' * stored.full}"
     check(is_right, storage, expected, length)
     check(cursor <= time, where, f"a cursor of at most {time}", cursor)
+    # Read the items with one axis of environments, however many the storage has.
     lead = (rows,) if len(stored.shape) == 1 else (rows, envs)
     if stored.layout == "default":
         axes = len(stored.shape)
@@ -90,8 +91,8 @@ def read_torchrl(
             for key, leaf in stored.leaves.items()
         }
     else:
-        leaves = _unfolded(storage, stored, rows)
-    items = _nested(storage, leaves, len(lead), squeeze)
+        leaves = _expand_compact(storage, stored, rows)
+    items = _nest_leaves(storage, leaves, len(lead), squeeze)
     num_envs, capacity = None if len(stored.shape) == 1 else envs, math.prod(stored.shape)
     info = {"cursor": cursor % time, "full": rows == time, "num_envs": num_envs}
     info |= {"capacity": capacity, "layout": stored.layout, "write_count": count}
@@ -99,7 +100,7 @@ def read_torchrl(
     return Dump(items, info | _read_priorities(folder, lead))
 
 
-def _nested(where: str, leaves: Leaves, axes: int, squeeze: bool) -> dict[str, Any]:
+def _nest_leaves(where: str, leaves: Leaves, axes: int, squeeze: bool) -> dict[str, Any]:
     """Returns leaves as a nested dict; see `read_torchrl` for `squeeze`."""
     items: dict[str, Any] = {}
     for key, leaf in leaves.items():
@@ -130,6 +131,7 @@ def _read_storage(folder: DumpFolder, max_expansion: float) -> StoredDump:
             )
         meta = folder.json("storage", "meta.json")
         length = files.whole(metadata.get("len"), where, "len")
+        # The default layout has none of the entries that compact layouts have.
         if any(files.kind_of(meta.get(name)) != "NonTensorData" for name in files.ABOUT):
             shape = files.shape_of(meta.get("shape"), folder.path("storage", "meta.json"))
             tensors = folder.tensors(("storage",), shape)
@@ -140,6 +142,7 @@ def _read_storage(folder: DumpFolder, max_expansion: float) -> StoredDump:
         where, tensors = folder.path("storage"), list(folder.tensors(("storage",), ()))
         leaves = {key: leaf for key, leaf, _ in tensors}
         layout = "nested" if any(ragged for _, _, ragged in tensors) else "flat"
+    # Check the entries of a compact layout; the shift may be negative.
     full, shift, shape = (about[name] for name in files.ABOUT)
     check(isinstance(full, bool), where, "is_full to be true or false", full)
     shape = files.shape_of([shape] if isinstance(shape, int) else shape, where)
@@ -148,7 +151,7 @@ def _read_storage(folder: DumpFolder, max_expansion: float) -> StoredDump:
     return StoredDump(layout, leaves, shape, length, shift, full)
 
 
-def _unfolded(where: str, stored: StoredDump, rows: int) -> Leaves:
+def _expand_compact(where: str, stored: StoredDump, rows: int) -> Leaves:
     """Returns the items `[T, ...]` or `[T, E, ...]` of a compact layout."""
     leaves, shift = stored.leaves, stored.shift
     time, envs, total = stored.shape[0], math.prod(stored.shape[1:]), math.prod(stored.shape)
@@ -160,6 +163,7 @@ def _unfolded(where: str, stored: StoredDump, rows: int) -> Leaves:
     ends = (done.view(np.uint8) != 0 if done.dtype == np.bool_ else done != 0).reshape(-1, time)
     ends[:, time - 1 if stored.full else shift - 1] = True
     ends = ends.reshape(-1)
+    # A full ring was rotated by the shift: `index` has the place of each row, `[T]` or `[T, E]`.
     order = (np.arange(rows) - shift) % time if stored.full else np.arange(rows)
     index = order[:, None] + time * np.arange(envs) if len(stored.shape) > 1 else order
     place, items, more = flat.places(ends)[index], {}, total + int(ends.sum())
@@ -173,19 +177,19 @@ def _unfolded(where: str, stored: StoredDump, rows: int) -> Leaves:
             last = ends[time - 1 :: time]
             has_next = enough and (last.size == 1 or len(leaf) == more - last.sum())
         if has_next:
-            items[key] = _rows(leaf, place)
-            items["next", *key] = _rows(leaf, np.minimum(place + 1, len(leaf) - 1))
+            items[key] = _take_rows(leaf, place)
+            items["next", *key] = _take_rows(leaf, np.minimum(place + 1, len(leaf) - 1))
             continue
         expected = f"leaf '{'/'.join(key)}' with {total} rows, or {more} of an observation"
         check(len(leaf) == total, where, expected, len(leaf))
         name = ("next", *key) if key in _ONCE else key
-        items[name] = _rows(leaf, index)
+        items[name] = _take_rows(leaf, index)
         if name != key and key != ("reward",):
             items[key] = np.zeros_like(items[name])
     return items
 
 
-def _rows(leaf: np.ndarray, index: np.ndarray) -> np.ndarray:
+def _take_rows(leaf: np.ndarray, index: np.ndarray) -> np.ndarray:
     """Returns the rows at `index`, as a view if they are consecutive."""
     if index.ndim == 1 and len(index) and (np.diff(index) == 1).all():
         return leaf[index[0] : index[0] + len(index)]
@@ -198,6 +202,7 @@ def _read_priorities(folder: DumpFolder, lead: tuple[int, ...]) -> dict[str, Any
     about = folder.json(*name) if folder.has(*name) else {}
     if "_alpha" not in about:
         return {}
+    # Read the leaves of the sum-tree, which may have more of them than the storage has items.
     where, tree = folder.path(*name), ("sampler", "sumtree.memmap")
     capacity = files.whole(about.get("_max_capacity"), where, "_max_capacity")
     leaves = folder.array(tree, (capacity,), np.dtype(np.float64))
@@ -208,6 +213,7 @@ def _read_priorities(folder: DumpFolder, lead: tuple[int, ...]) -> dict[str, Any
     alpha, beta, eps = (
         files.number(about.get(key), where, key) for key in ("_alpha", "_beta", "_eps")
     )
+    # The greatest priority is a number, or comes first in a list with its index.
     highest = about.get("_max_priority")
     highest = highest[0] if isinstance(highest, list) and highest else highest
     with np.errstate(over="ignore", under="ignore"):

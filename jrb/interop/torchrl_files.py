@@ -38,7 +38,8 @@ ABOUT = ("is_full", "shift", "_storage_shape")
 """The names of the entries of compact layouts that are not tensors."""
 
 _UNSAFE = frozenset('/<>:"|?*\\ %\x7f') | frozenset(map(chr, range(32)))
-_MOST_RATIO = 1032  # the maximum compression ratio of an HDF5 filter
+_MOST_RATIO = 1032
+"""The maximum compression ratio of an HDF5 filter."""
 
 
 def file_name(key: str) -> str:
@@ -91,6 +92,7 @@ class DumpFolder:
 
     def path(self, *names: str) -> str:
         """Returns the path of a file, which need not exist; raises if it is outside the dump."""
+        # A name must be one component of a path, and no component may be a symbolic link.
         path = os.path.join(self.root, *names)
         plain = all(name not in ("", ".", "..") and not {"/", "\0"} & {*name} for name in names)
         if not plain or os.path.realpath(path) != path:
@@ -103,6 +105,7 @@ class DumpFolder:
 
     def name(self, names: Key, key: str, ending: str = "") -> str:
         """Returns the name of a key's file or folder, which early TorchRL did not encode."""
+        # Prefer the encoded name, and take the plain one if only that exists.
         name = file_name(key) + ending
         plain = key not in ("", ".", "..") and not {"/", "\\", "\0"} & {*key}
         if plain and not self.has(*names, name) and self.has(*names, key + ending):
@@ -151,7 +154,7 @@ class DumpFolder:
                 for inner, leaf, ragged in self.tensors((*names, self.name(names, key)), lead):
                     yield (key, *inner), leaf, ragged
             elif kind == "tensor":
-                leaf, ragged = self._tensor(names, key, entry, where)
+                leaf, ragged = self._read_tensor(names, key, entry, where)
                 is_right = leaf.ndim and leaf.shape[: len(lead)] == lead and not (ragged and lead)
                 expected = f"leaf '{key}' with leading axes {lead or '[N]'}"
                 check(is_right, where, expected, f"shape {leaf.shape}")
@@ -163,7 +166,7 @@ class DumpFolder:
                     f"{where}: expected tensors and TensorDicts, got '{key}', a {kind}."
                 )
 
-    def _tensor(
+    def _read_tensor(
         self, names: Key, key: str, entry: dict[str, Any], where: str
     ) -> tuple[np.ndarray, bool]:
         shape, name = shape_of(entry.get("shape"), where), str(entry.get("dtype"))
@@ -181,9 +184,10 @@ class DumpFolder:
             is_right = (shapes >= 0).all() and (shapes[:, 1:] == shapes[0, 1:]).all()
             check(is_right, self.path(*at), "shapes that differ in time alone", "others")
             rows, inner = sum(shapes[:, 0].tolist()), shapes[0, 1:].tolist()
+            # TorchRL counts one row too few of trajectories that end unwritten in the last row: the
+            # length of the file tells how many rows there are.
             path, width = self.path(*place), math.prod(inner) * dtype.itemsize
             more = os.path.getsize(path) // width - rows if width and os.path.isfile(path) else 0
-            # TorchRL counts one row too few of trajectories that end unwritten in the last row.
             shape = (rows + more if 0 < more <= len(shapes) else rows, *inner)
         return self.array(place, shape, dtype), ragged
 
@@ -194,9 +198,6 @@ def kind_of(entry: Any) -> str | None:
         return None
     kind = entry.get("type")
     return str(kind) if kind is not None else "tensor" if "dtype" in entry else None
-
-
-# Dumps in HDF5.
 
 
 class DumpFile:
@@ -222,6 +223,7 @@ class DumpFile:
         size = math.prod(dataset.shape) * dataset.dtype.itemsize
         is_own = not dataset.external and not dataset.is_virtual
         check(is_own, self._path, f"the data of {dataset.name} in this file", "them elsewhere")
+        # Filters may have compressed the data, each of them at most by the largest ratio.
         stored = dataset.id.get_storage_size()
         filters = dataset.id.get_create_plist().get_nfilters()
         is_whole = size <= stored * _MOST_RATIO**filters
@@ -231,9 +233,11 @@ class DumpFile:
 
     def datasets(self, group: Any) -> Iterator[tuple[Key, np.ndarray]]:
         """Yields key and array of all numeric datasets under a group."""
+        # A group may be a member of itself, by a hard link.
         is_own = isinstance(group, h5py.Group) and group not in self._seen
         check(is_own, self._path, f"{group.name} to be a group of its own", group)
         self._seen.add(group)
+        # Leave out members that are neither groups nor numbers, such as texts.
         for name in map(str, group):
             entry = self.member(group, name)
             if not isinstance(entry, h5py.Dataset):
@@ -241,7 +245,7 @@ class DumpFile:
             elif entry.dtype.kind in "biufc" and entry.shape is not None:
                 yield (name,), self.array(entry)
             else:
-                self.left_out.add(entry.name[1:])
+                self.left_out.add(str(entry.name)[1:])
 
     def about(self) -> dict[str, Any]:
         """Returns the dump's entries that are not tensors: `ABOUT` and `_len`."""
@@ -256,12 +260,14 @@ class DumpFile:
 
     def leaves(self) -> Leaves:
         """Returns the leaves of all trajectories, concatenated."""
+        # Sort the groups of trajectories by their numbers, which must have no gaps.
         groups = [name for name in map(str, self._file) if name.startswith("traj_")]
         groups = [name for name in groups if name[5:].isdecimal()]
         self.left_out |= {*map(str, self._file)} - {*groups, *ABOUT, "_len"}
         groups.sort(key=lambda name: int(name[5:]))
         has_all = [int(name[5:]) for name in groups] == list(range(len(groups)))
         check(has_all, self._path, "trajectories from 0 on, each once", groups[:8])
+        # Collect each leaf from all trajectories, in this order.
         leaves: dict[Key, list[np.ndarray]] = {}
         for place, name in enumerate(groups):
             for key, leaf in self.datasets(self.member(self._file, name)):

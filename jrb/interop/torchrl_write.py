@@ -33,9 +33,11 @@ from jrb.samplers import Prioritized
 from jrb.state import BufferState
 
 _RESERVED = ("shape", "device", "_type", *ABOUT)
+_ONCE = [f"next/{name}" for name in ("reward", *FLAGS)]
 _TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 _NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"
-_NOTHING = float(np.finfo(np.float32).max)  # the leaf of an empty slot in the tree of minima
+_NOTHING = float(np.finfo(np.float32).max)
+"""The leaf of an empty slot in the tree of minima."""
 
 
 class DumpRows(NamedTuple):
@@ -79,20 +81,15 @@ def write_torchrl(
             "write_torchrl(path, buffer, state)."
         )
     check_outside_jit("write_torchrl", state)
-    target = absolute_path(path)
-    check_links(target)
-    target = os.path.realpath(target)
-    if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
-        raise ValueError(
-            f"{target}: expected nothing there, or an empty folder, found something else. Write to "
-            "another path."
-        )
-    rows, ring = _rows(buffer, state), buffer.ring
-    leaves = _gather(buffer, state, rows)
+    target = _check_target(path)
+    # Read the items and bring them into the layout, before anything is written.
+    rows, ring = _rows_to_write(buffer, state), buffer.ring
+    leaves = _read_items(buffer, state, rows)
     shape = (ring.rows,) if buffer.num_envs is None else (ring.rows, ring.envs)
     about: dict[str, Any] = {}
     if layout == "flat":
-        (leaves, about), shape = _flat(leaves, shape, rows), ()
+        (leaves, about), shape = _to_flat(leaves, shape, rows), ()
+    # Write a folder next to the target, and move it there once it is complete.
     parent = os.path.dirname(target)
     make_folder(parent)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".jrb-") as temporary:
@@ -110,7 +107,20 @@ def write_torchrl(
         Folder(parent).sync()
 
 
-def _rows(buffer: ReplayBuffer, state: BufferState) -> DumpRows:
+def _check_target(path: str | os.PathLike[str]) -> str:
+    """Returns the real path of a new or empty folder; raises if there is anything else."""
+    target = absolute_path(path)
+    check_links(target)
+    target = os.path.realpath(target)
+    if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
+        raise ValueError(
+            f"{target}: expected nothing there, or an empty folder, found something else. Write to "
+            "another path."
+        )
+    return target
+
+
+def _rows_to_write(buffer: ReplayBuffer, state: BufferState) -> DumpRows:
     """Returns the rows to write: all in their order if the ring is full, else oldest first."""
     ring = buffer.ring
     checks.together("write_torchrl", buffer.writer)
@@ -132,8 +142,9 @@ def _slots(buffer: ReplayBuffer, rows: np.ndarray) -> np.ndarray:
     return rows[:, None] * buffer.ring.envs + np.arange(buffer.ring.envs)
 
 
-def _gather(buffer: ReplayBuffer, state: BufferState, rows: DumpRows) -> Leaves:
+def _read_items(buffer: ReplayBuffer, state: BufferState, rows: DumpRows) -> Leaves:
     """Reads items `[T, ...]` or `[T, E, ...]` of the full capacity, zeros in empty rows."""
+    # Allocate the leaves; raise for those that TorchRL cannot have.
     ring, spec = buffer.ring, buffer.stored(state)
     lead = (ring.rows,) if buffer.num_envs is None else (ring.rows, ring.envs)
     leaves: Leaves = {}
@@ -146,6 +157,7 @@ def _gather(buffer: ReplayBuffer, state: BufferState, rows: DumpRows) -> Leaves:
         for key in {*_RESERVED}.intersection(name.split("/")):
             raise ValueError(f"leaf '{name}': TorchRL's files use the name '{key}'. Rename yours.")
         leaves[name] = np.zeros((*lead, *leaf.shape), leaf.dtype)
+    # Copy the rows in pieces, which bounds the memory on the device.
     start = 0
     for piece in pieces(rows.order, tree_nbytes(spec) * ring.envs):
         slots = _slots(buffer, piece).astype(np.int32).reshape(len(piece), *lead[1:])
@@ -162,6 +174,7 @@ def _write_tensors(
     """Writes a nested dict of arrays as a folder; `about` has entries that are not tensors."""
     folder.make(name)
     meta: dict[str, Any] = {key: {"type": "NonTensorData"} for key in about}
+    # Entries that are not tensors have a folder each; dicts are folders, and arrays files.
     for key, value in about.items():
         entry = {"_type": _NON_TENSOR, "data": value, "_is_non_tensor": True, "_metadata": None}
         _write_json(folder, f"{name}/{key}/meta.json", entry)
@@ -193,6 +206,7 @@ def _write_priorities(
     folder: Folder, buffer: ReplayBuffer, state: BufferState, rows: DumpRows
 ) -> None:
     """Writes a prioritized sampler: the leaves of its sum and min trees, float64 `[N]`."""
+    # Bring the priorities into the order of the storage; slots beyond it have none.
     sampler: Any = buffer.sampler
     slots = _slots(buffer, rows.order).reshape(-1)
     raw = np.full(buffer.capacity, -1.0)
@@ -213,42 +227,58 @@ def _write_priorities(
     folder.write_new("dump/sampler/mintree.memmap", [_bytes(minima)])
 
 
-def _flat(leaves: Leaves, shape: tuple[int, ...], rows: DumpRows) -> tuple[Leaves, dict[str, Any]]:
+def _to_flat(
+    leaves: Leaves, shape: tuple[int, ...], rows: DumpRows
+) -> tuple[Leaves, dict[str, Any]]:
     """Returns the flat layout: leaves `[N, ...]`, and shared observations `[N + K, ...]`."""
-    once = [f"next/{name}" for name in ("reward", *FLAGS)]
-    has_done, got = "next/done" in leaves, f"only {list(leaves)}"
-    _check(has_done, "next/done", "the ends of trajectories there", got)
-    for name in leaves:
-        is_known = not name.startswith("next/") or name in once or name[5:] in leaves
-        _check(is_known, name, f"an observation '{name[5:]}' that it continues", "none")
-    _check("reward" not in leaves, "reward", "rewards at 'next/reward' alone", "some at the root")
-    for flag in leaves.keys() & {*FLAGS}:
-        is_zero = f"next/{flag}" in leaves and not leaves[flag].any()
-        _check(is_zero, flag, "zeros that go with those of 'next'", "others")
+    _check_names(leaves)
+    # Reshape to `[E, T, ...]`, with the oldest row first.
     turn, count = rows.cursor if rows.full else 0, len(rows.order)
     by_env: Leaves = {}
-    for name, leaf in leaves.items():  # reshape to [E, T, ...], with row `turn` first
+    for name, leaf in leaves.items():
         leaf = leaf[None] if len(shape) == 1 else leaf.swapaxes(0, 1)
         by_env[name] = np.roll(leaf, -turn, axis=1) if turn else leaf
+    # Find the ends of trajectories; the newest row ends one too.
     done = by_env["next/done"]
     is_right, got = count and done.size == math.prod(shape), f"{done.size} in {count} rows"
-    _check(is_right, "next/done", "one flag for each item, and at least one item", got)
+    _check_flat(is_right, "next/done", "one flag for each item, and at least one item", got)
     ends = done.reshape(done.shape[:2]).astype(bool)
-    ends[:, count - 1] = True  # the newest row ends a trajectory too
+    ends[:, count - 1] = True
+    # Lay the environments end to end, and store shared observations once.
     flatten = lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
     out: Leaves = {}
     for name, leaf in by_env.items():
         after = by_env.get("next/" + name)
         if not name.startswith("next/") and name not in FLAGS:
-            out[name] = flatten(leaf) if after is None else _share(name, leaf, after, ends, count)
-    for name in once:
+            out[name] = (
+                flatten(leaf)
+                if after is None
+                else _share_observations(name, leaf, after, ends, count)
+            )
+    for name in _ONCE:
         if name in by_env:
             out[name[5:]] = flatten(by_env[name])
-    shift = rows.cursor or -shape[0]  # TorchRL fails for shifts of 0 and T, not for -T
+    # TorchRL fails for shifts of 0 and T, but not for -T.
+    shift = rows.cursor or -shape[0]
     return out, {"is_full": rows.full, "shift": shift, "_storage_shape": list(shape)}
 
 
-def _check(is_right: object, name: str, expected: str, got: str) -> None:
+def _check_names(leaves: Leaves) -> None:
+    """Raises unless the flat layout has a name for every leaf."""
+    # It has rewards and flags of `next` alone, and other leaves of `next` need a twin at the root.
+    has_done, got = "next/done" in leaves, f"only {list(leaves)}"
+    _check_flat(has_done, "next/done", "the ends of trajectories there", got)
+    for name in leaves:
+        is_known = not name.startswith("next/") or name in _ONCE or name[5:] in leaves
+        _check_flat(is_known, name, f"an observation '{name[5:]}' that it continues", "none")
+    is_free = "reward" not in leaves
+    _check_flat(is_free, "reward", "rewards at 'next/reward' alone", "some at the root")
+    for flag in leaves.keys() & {*FLAGS}:
+        is_zero = f"next/{flag}" in leaves and not leaves[flag].any()
+        _check_flat(is_zero, flag, "zeros that go with those of 'next'", "others")
+
+
+def _check_flat(is_right: object, name: str, expected: str, got: str) -> None:
     """Raises `ValueError` unless `is_right`: the flat layout cannot hold such items."""
     if not is_right:
         raise ValueError(
@@ -257,17 +287,19 @@ def _check(is_right: object, name: str, expected: str, got: str) -> None:
         )
 
 
-def _share(
+def _share_observations(
     name: str, before: np.ndarray, after: np.ndarray, ends: np.ndarray, count: int
 ) -> np.ndarray:
     """Returns observations `[N + K, ...]`: each row's, and after each end its next observation."""
     is_same = (before.shape, before.dtype) == (after.shape, after.dtype)
     got = f"{before.dtype}{before.shape[2:]} and {after.dtype}{after.shape[2:]}"
-    _check(is_same, "next/" + name, f"the dtype and shape of '{name}'", got)
+    _check_flat(is_same, "next/" + name, f"the dtype and shape of '{name}'", got)
+    # A next observation must be the next row's observation, except at ends.
     breaks = flat.differ(before[:, :count], after[:, :count]) & ~ends[:, :count]
     for env, row in np.argwhere(breaks)[:1]:
         got = f"another after row {row} (oldest first) of environment {env}, which is not done"
-        _check(False, "next/" + name, f"the next row's '{name}'", got)
+        _check_flat(False, "next/" + name, f"the next row's '{name}'", got)
+    # Write each row's observation, and after each end the next observation.
     ends = ends.reshape(-1)
     place, shape = flat.places(ends), before.shape[2:]
     out = np.zeros((len(ends) + ends.sum(), *shape), before.dtype)

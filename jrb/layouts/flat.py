@@ -13,7 +13,8 @@ from jrb.keys import TED, Keys, path_name
 from jrb.layouts.names import Leaves, flatten, nest
 
 _ENDS = "ends"
-_ROWS = 1024  # the number of rows that `differ` compares at once
+_ROWS = 1024
+"""The number of rows that `differ` compares at once."""
 
 
 def ted_to_flat(
@@ -83,12 +84,14 @@ def chain(leaves: Leaves, keys: Keys, cuts: np.ndarray) -> Chain:
         keys: the paths of a transition's parts in an item.
         cuts: bool `[E, T]`, True for further last rows.
     """
+    # Mark the ends that are known without the observations.
     ends = cuts.copy()
     ends[:, -1:] = True
     for flag in (keys.done, keys.terminated, keys.truncated):
         if path_name(flag) in leaves:
             array = np.asarray(leaves[path_name(flag)])
             ends |= array.astype(bool).any(axis=tuple(range(2, array.ndim)))
+    # Share leaves of next observations that mostly repeat; where they do not, trajectories end.
     flagged, shared = ends.copy(), {}
     kind = lambda name: (leaves[name].shape, leaves[name].dtype)
     for name in leaves:
@@ -122,6 +125,7 @@ def differ(before: Any, after: Any) -> np.ndarray:
         rows = array.view(np.uint8) if width else np.zeros(0, np.uint8)
         return rows.reshape(len(array), width)
 
+    # A comparison takes as much memory as the rows that it compares: take some at a time.
     for env in range(envs):
         for start in range(0, length - 1, _ROWS):
             stop = min(start + _ROWS, length - 1)
@@ -130,12 +134,12 @@ def differ(before: Any, after: Any) -> np.ndarray:
     return is_other
 
 
-def _by_env(leaves: Leaves, num_envs: int | None) -> Leaves:
+def _move_envs_first(leaves: Leaves, num_envs: int | None) -> Leaves:
     """Returns the leaves as `[E, T, ...]`; raises if they differ in E or T."""
     if not leaves:
         raise ValueError("expected at least one leaf, got an empty dict.")
     axes, by_env = 1 if num_envs is None else 2, {}
-    for name, leaf in leaves.items():  # to `[E, T, ...]`
+    for name, leaf in leaves.items():
         if len(leaf.shape) < axes or (num_envs is not None and leaf.shape[1] != num_envs):
             shape = "[T, ...]" if num_envs is None else f"[T, {num_envs}, ...]"
             raise ValueError(
@@ -158,7 +162,7 @@ def to_flat(
     leaves: Leaves, keys: Keys, num_envs: int | None, cuts: Sequence[int]
 ) -> tuple[Leaves, Chain]:
     """Returns the flat layout of arrays by name, and the ends and shared leaves."""
-    by_env = _by_env(leaves, num_envs)
+    by_env = _move_envs_first(leaves, num_envs)
     shape = next(iter(by_env.values())).shape[:2]
     is_cut = np.zeros(shape, bool)
     for row in cuts:
@@ -166,6 +170,7 @@ def to_flat(
             raise ValueError(f"cuts: expected rows in [0, {shape[1]}), got {row}.")
         is_cut[:, row] = True
     links = chain(by_env, keys, is_cut)
+    # Lay the environments end to end; a shared leaf is stored with the leaf whose rows it repeats.
     join = lambda leaf: leaf.reshape(links.ends.size, *leaf.shape[2:])
     ends, flat = links.ends.reshape(-1), {}
     last, place = np.flatnonzero(ends), places(ends)
@@ -176,7 +181,7 @@ def to_flat(
         after = [other for other, twin in links.shared.items() if twin == name]
         if not after:
             continue
-        # `[N + K, ...]`: each row's observation, and after each end the next observation.
+        # Make `[N + K, ...]`: each row's observation, and after each end the next observation.
         next_leaf, rows = join(by_env[after[0]]), len(ends) + len(last)
         if isinstance(leaf, jax.Array):
             index = np.empty(rows, np.int64)
@@ -202,6 +207,7 @@ def from_flat(leaves: Leaves, ends: np.ndarray, keys: Keys) -> Leaves:
 
     out: Leaves = {}
     for name, leaf in leaves.items():
+        # A leaf with a row more for each end is an observation that also has the next one.
         next_name = after + name[len(before) :]
         if len(leaf) == ends.size:
             out[name] = by_time(leaf)

@@ -26,6 +26,7 @@ def _flatten(items: PyTree, prefix: str, leaves: Leaves, what: str) -> None:
         raise TypeError(
             f"{what}: expected a dict of arrays, got {type(items).__name__}. Layouts know dicts."
         )
+    # An entry is an array, or a dict with entries of its own.
     for key, entry in items.items():
         name = f"{prefix}{key}"
         if not isinstance(key, str) or "/" in key:
@@ -45,6 +46,7 @@ def nest(leaves: Leaves) -> dict[str, Any]:
     """Returns the nested dict of arrays by name."""
     items: dict[str, Any] = {}
     for name, leaf in leaves.items():
+        # Make the dicts on the path of the leaf.
         *path, last = name.split("/")
         inner = items
         for key in path:

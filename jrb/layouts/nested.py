@@ -40,6 +40,7 @@ def ted_to_nested(
     _check_free(leaves, (_LENGTHS, _ENVIRONMENTS))
     if not links.ends.size:
         raise ValueError("ted_to_nested: expected at least one row of time, got none.")
+    # Trajectories are sorted by environment, then time: each begins where the one before it ends.
     environments, last = np.nonzero(links.ends)
     where = environments * links.ends.shape[1] + last
     nested = {**leaves, _LENGTHS: np.diff(where, prepend=-1)}
@@ -56,7 +57,7 @@ def nested_to_ted(nested: Any, keys: Keys = TED) -> dict[str, Any]:
             f"nested_to_ted: expected a leaf 'lengths', got {list(leaves)}. ted_to_nested makes it."
         )
     lengths, environments = np.asarray(leaves.pop(_LENGTHS)), leaves.pop(_ENVIRONMENTS, None)
-    return nest(from_flat(leaves, _ends(lengths, environments), keys))
+    return nest(from_flat(leaves, _ends_of_lengths(lengths, environments), keys))
 
 
 def split(
@@ -77,7 +78,7 @@ def split(
     leaves, links = to_flat(flatten(items, "split"), keys, num_envs, cuts)
     _check_free(leaves, (_LENGTH, _ENVIRONMENT))
     trajectories = []
-    for environment, length, rows in pieces(leaves, links.ends):
+    for environment, length, rows in iter_trajectories(leaves, links.ends):
         rows[_LENGTH] = np.asarray(length, np.int64)
         if num_envs is not None:
             rows[_ENVIRONMENT] = np.asarray(environment, np.int64)
@@ -96,6 +97,7 @@ def combine(trajectories: Iterable[Any], keys: Keys = TED) -> dict[str, Any]:
                 f"combine: trajectory {number}: expected 'length' and the leaves of the others, "
                 f"{list(parts[0])}, got {list(part)}. split makes them."
             )
+    # Concatenate the trajectories, and derive the ends from their lengths.
     lengths = np.asarray([int(part.pop(_LENGTH)) for part in parts])
     environments = None
     if _ENVIRONMENT in parts[0]:
@@ -105,16 +107,11 @@ def combine(trajectories: Iterable[Any], keys: Keys = TED) -> dict[str, Any]:
         rows = [part[name] for part in parts]
         join = jnp.concatenate if isinstance(rows[0], jax.Array) else np.concatenate
         leaves[name] = join(rows)
-    return nest(from_flat(leaves, _ends(lengths, environments), keys))
+    return nest(from_flat(leaves, _ends_of_lengths(lengths, environments), keys))
 
 
-def pieces(leaves: Leaves, ends: np.ndarray) -> Iterator[tuple[int, int, Leaves]]:
-    """Yields the environment, the length and the leaves of each trajectory.
-
-    Args:
-        leaves: the arrays of the flat layout by name, `[N, ...]` or `[N + K, ...]`.
-        ends: bool `[E, T]`, True for the last row of a trajectory.
-    """
+def iter_trajectories(leaves: Leaves, ends: np.ndarray) -> Iterator[tuple[int, int, Leaves]]:
+    """Yields environment, length and leaves of each trajectory of a flat layout."""
     environments, last = np.nonzero(ends)
     stops = environments * ends.shape[1] + last + 1
     starts = np.concatenate([[0], stops[:-1]])
@@ -123,17 +120,19 @@ def pieces(leaves: Leaves, ends: np.ndarray) -> Iterator[tuple[int, int, Leaves]
     ):
         rows = {}
         for name, leaf in leaves.items():
+            # A shared observation has one row more in this and each earlier trajectory.
             more = len(leaf) != ends.size
             rows[name] = leaf[start + more * number : stop + more * (number + 1)]
         yield int(environment), int(stop - start), rows
 
 
-def _ends(lengths: np.ndarray, environments: Any) -> np.ndarray:
+def _ends_of_lengths(lengths: np.ndarray, environments: Any) -> np.ndarray:
     """Returns bool `[T]` or `[E, T]`, True for the last row of each trajectory."""
     ends = np.zeros(lengths.sum(), bool)
     ends[np.cumsum(lengths) - 1] = True
     if environments is None:
         return ends
+    # Environments must have equally many rows, so that their ends form an array.
     count = int(np.max(np.asarray(environments), initial=0)) + 1
     rows = np.bincount(np.asarray(environments), weights=lengths, minlength=count)
     if (rows != rows[0]).any() or (np.diff(environments) < 0).any():

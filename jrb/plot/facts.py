@@ -168,8 +168,9 @@ def mean_and_bounds(
 
 def histogram(values: np.ndarray, borders: np.ndarray) -> np.ndarray:
     """Returns the number of values in each bin; the first and last bins are unbounded."""
+    # Compare in the dtype of the values, whose greatest number a border may exceed.
     kind = values.dtype if values.dtype.kind == "f" else np.float64
-    with np.errstate(over="ignore"):  # a border may be beyond the greatest float32
+    with np.errstate(over="ignore"):
         inner = borders[1:-1].astype(kind)
     place = np.searchsorted(inner, values, side="right")
     return np.bincount(place, minlength=len(borders) - 1)

@@ -55,6 +55,7 @@ def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Axes | None = 
         none = f"an episode that is stored, got {k} of none. Add items first."
         raise ValueError(f"plot.episode: k: expected {expected if len(every) else none}")
     one, length = every[k], len(every[k])
+    # The title has a row of its own, as the first panel differs.
     heading = partial(_write_heading, buffer, one, k % len(every), len(every))
     rows = [Row(0.5, [heading], around=0)]
     rewards = facts.read_rewards(buffer, state, one.slots[:, None])
@@ -136,8 +137,9 @@ def _plot_rewards(rewards: np.ndarray, axes: Axes, tone: Tone) -> None:
     axes.vlines(rows, 0, rewards[:, 0], color=canvas.BLUE, linewidth=width)
     axes.axhline(0, color=tone.line, linewidth=0.8)
     axes.set_ylabel("reward", color=canvas.BLUE)
-    # Plot the cumulative sum, with an axis of its own at the right.
-    with np.errstate(invalid="ignore"):  # the sum of infinities of both signs is NaN
+    # Plot the cumulative sum, with an axis of its own at the right. It is NaN for infinities of
+    # both signs.
+    with np.errstate(invalid="ignore"):
         total = np.cumsum(rewards[:, 0], dtype=np.float64)
     other = axes.twinx()
     canvas.set_style(other, tone)
@@ -148,6 +150,7 @@ def _plot_rewards(rewards: np.ndarray, axes: Axes, tone: Tone) -> None:
 
 def _plot_lines(rows: np.ndarray, values: np.ndarray, name: str, axes: Axes, tone: Tone) -> None:
     """Plots each number of values `[L, ...]` over the rows: lines for floats, dots for integers."""
+    # A single row would be a line without length: mark it.
     values, exact = values.reshape(len(values), -1), values.dtype.kind in "biu"
     look = {"linewidth": 1.2, "marker": "o" if len(rows) == 1 else ""}
     if exact:

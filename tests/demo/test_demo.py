@@ -122,6 +122,6 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path, monkeypatch, c
 
 def test_a_picture_of_many_seeds_shows_their_mean():
     result = training.Result(np.ones((8, 3)), np.ones((8, 3)), np.ones(5), 1.0)
-    sheet = report.picture(SMALL, result)
+    sheet = report.plot_training(SMALL, result)
     assert len(sheet.axes[0].lines) == 4
-    assert report.table(SMALL, result).row_count == 3
+    assert report.make_table(SMALL, result).row_count == 3

@@ -67,7 +67,7 @@ class EpisodeRows:
         """Reads all leaves of some rows, with the stored flags as `terminated` and `truncated`."""
         slots = self._slots[rows]
         with enable_x64():  # keeps 64-bit dtypes
-            items = read.taken(self._buffer, self._state, slots)
+            items = read.take_items(self._buffer, self._state, slots)
         steps = dict(zip(self._leaves, jax.tree.leaves(items), strict=True))
         flags = {name: tabular.is_set(steps.pop(name)) for name in FLAGS if name in steps}
         terminated, truncated = tabular.combined_flags(len(slots), *map(flags.get, FLAGS))
