@@ -101,7 +101,7 @@ def doctor(step: Callable[..., Any], *args: Any) -> Report:
     # Compile the step with all states donated, and run it.
     arrays = [args[index] for index in dynamic]
     with_state = tuple(n for n, one in enumerate(arrays) if states_in(one))
-    names = _argument_names(step, args)
+    names, labels = _label_leaves(step, args, dynamic)
     compiled = jax.jit(call, donate_argnums=with_state)
     # The program is searched before XLA has optimized it, as only then operations have lines.
     closed, result = jax.make_jaxpr(call, return_shape=True)(*arrays)
@@ -112,11 +112,6 @@ def doctor(step: Callable[..., Any], *args: Any) -> Report:
         traces, seconds = _time_step(compiled, arrays, with_state)
     copied = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     # Search the program for copies; report those for which the compiled program has memory.
-    labels = [
-        f"{names[index]}{jax.tree_util.keystr(path)}"
-        for index, one in zip(dynamic, arrays, strict=True)
-        for path, _ in jax.tree_util.tree_flatten_with_path(one)[0]
-    ]
     copies: dict[tuple[str, str], tuple[int, Finding, bool]] = {}
     CopySearch(_large_shapes(arrays), copies).program(closed.jaxpr, labels)
     findings = [
@@ -133,12 +128,19 @@ def states_in(tree: Any) -> list[BufferState]:
     return [leaf for leaf in leaves if isinstance(leaf, BufferState)]
 
 
-def _argument_names(step: Any, args: tuple) -> list[str]:
+def _label_leaves(step: Any, args: tuple, dynamic: list[int]) -> tuple[list[str], list[str]]:
+    """Returns the names of all arguments, and those of all leaves of the `dynamic` ones."""
     try:
         parameters = list(inspect.signature(step).parameters)
     except (TypeError, ValueError):
         parameters = []
-    return [parameters[n] if n < len(parameters) else f"argument {n}" for n in range(len(args))]
+    names = [parameters[n] if n < len(parameters) else f"argument {n}" for n in range(len(args))]
+    labels = [
+        f"{names[index]}{jax.tree_util.keystr(path)}"
+        for index in dynamic
+        for path, _ in jax.tree_util.tree_flatten_with_path(args[index])[0]
+    ]
+    return names, labels
 
 
 def _large_shapes(arrays: Any) -> set[tuple[int, ...]]:

@@ -53,8 +53,8 @@ class TrajectoryBufferState(Generic[Experience]):
         vars(self).update(of)
         if experience is None:
             return
-        # Write the rows in order of time. In a full ring, rows from the cursor on are the oldest:
-        # write all rows, then those before the cursor again, in their own slots.
+        # Write the rows before the cursor. Of a full ring, write all rows first: those before the
+        # cursor then return to their slots, as the newest ones.
         rows = _swap(jax.tree.map(jnp.asarray, experience))
         length, envs = jax.tree.leaves(rows)[0].shape[:2]
         cursor, full = (jnp.ravel(jnp.asarray(x))[0].item() for x in (current_index, is_full))

@@ -4,6 +4,7 @@ The colours are those of Okabe and Ito, 2008, which people with any colour visio
 figure has an opaque background, so that its labels are readable on any page.
 """
 
+import functools
 import io
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -124,11 +125,12 @@ def set_style(axes: Axes, tone: Tone) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(color=tone.faint, fontsize=8.5)
         # matplotlib's own formatter may write an exponent that overlaps the title.
-        axis.set_major_formatter(_ticker.FuncFormatter(_plain))
+        axis.set_major_formatter(_ticker.FuncFormatter(_plain_number))
 
 
-def _plain(value: float, _: int | None = None) -> str:
-    return f"{value:,.10g}"
+# Lambdas in place of this function could not be pickled with the figure.
+def _plain_number(value: float, _: int | None = None, absolute: bool = False) -> str:
+    return f"{abs(value) if absolute else value:,.10g}"
 
 
 def write_title(axes: Axes, tone: Tone, title: str, more: str = "") -> None:
@@ -150,12 +152,9 @@ def time_axis(axes: Axes) -> None:
     """Labels the x-axis, which has rows up to 0, with the number of time steps before the end."""
     axes.set_xlabel("time steps before the newest")
     whole_numbers(axes.xaxis, 8)
-    axes.xaxis.set_major_formatter(_ticker.FuncFormatter(_distance))
-
-
-# A lambda in place of this function could not be pickled with the figure.
-def _distance(value: float, _: int | None = None) -> str:
-    return f"{abs(value):,.0f}"
+    axes.xaxis.set_major_formatter(
+        _ticker.FuncFormatter(functools.partial(_plain_number, absolute=True))
+    )
 
 
 def few_ticks(axis: Any, is_log: bool = False) -> None:
@@ -168,7 +167,7 @@ def few_ticks(axis: Any, is_log: bool = False) -> None:
         steps = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
         axis.set_major_locator(_ticker.LogLocator(subs=steps, numticks=6))
         axis.set_minor_locator(_ticker.NullLocator())
-        axis.set_major_formatter(_ticker.FuncFormatter(_plain))
+        axis.set_major_formatter(_ticker.FuncFormatter(_plain_number))
 
 
 def add_color_bar(axes: Axes, tone: Tone, colors: Any, name: str, ticks: int = 3) -> None:
