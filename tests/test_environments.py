@@ -149,8 +149,8 @@ def test_streams_to_a_server_need_the_mask_too():
     spec = setup.spec_of_example(buffer, example)
     one = setup.Setup(buffer, spec, 2, 1, None, 0, None, 4, True, False)
     with pytest.raises(TypeError, match="extend: mask: expected one flag for each environment"):
-        setup.mask(one, None, 5)
-    assert setup.mask(one, np.ones((5, 3), bool), 5).all()
+        setup.convert_mask(one, None, 5)
+    assert setup.convert_mask(one, np.ones((5, 3), bool), 5).all()
 
 
 @pytest.mark.parametrize("storage", [jrb.DeviceStorage(), "files"])

@@ -14,14 +14,14 @@ from jrb.authoring import casting, checks
 from jrb.buffer import ReplayBuffer
 from jrb.limits import SampleToInsert
 from jrb.remote import setup as setups
-from jrb.remote.draws import Ahead, Drawing, ready
-from jrb.remote.gate import LongWait, Permits, RemoteGate, granted, ray
+from jrb.remote.draws import Ahead, Drawing, can_draw
+from jrb.remote.gate import LongWait, Permits, RemoteGate, acquire_permit, ray
 from jrb.remote.server import Server
 from jrb.remote.setup import Setup
 from jrb.state import Device, Sample, check_origin
 from jrb.types import Item
 
-_MANY = 10_000  # concurrent calls of the gate: three for each process with a `Remote`
+_GATE_CALLS = 10_000  # concurrent calls of the gate: three for each process with a `Remote`
 
 
 def serve(
@@ -92,32 +92,28 @@ def serve(
         wide=jax.dtypes.canonicalize_dtype(np.float64) == np.float64,
         gate=None if limits is None else f"jrb-gate-{secrets.token_hex(8)}",
     )
-    setups.check(setup)
+    setups.check_setup(setup)
     needs = setups.check_limits(setup, limits)
-    lasting = {"max_restarts": -1, "max_task_retries": -1}
+    restarts = {"max_restarts": -1, "max_task_retries": -1}
+    # Start the gate first: servers look it up by its name.
     gate = None
     if limits is not None:
-        options = {"name": setup.gate, "num_cpus": 0, "max_concurrency": _MANY, **lasting}
+        options = {"name": setup.gate, "num_cpus": 0, "max_concurrency": _GATE_CALLS, **restarts}
         gate = library.remote(**options)(RemoteGate).remote(limits, needs)
-    server = library.remote(**(lasting | ray_options))(Server)
+    # Start the servers together, and wait until all have loaded or made their states.
+    server = library.remote(**(restarts | ray_options))(Server)
     servers = [server.remote(setup, shard) for shard in range(setup.shards)]
     library.get([one.ready.remote() for one in servers])
     return Remote(setup, servers, gate, owns=True)
 
 
-def _is_under_way(array: Any) -> bool:
-    # `is_ready` crashes the process if the array was deleted or donated.
-    is_numpy = isinstance(array, np.ndarray)
-    return not is_numpy and not array.is_deleted() and not array.is_ready()
-
-
-class Flight:
+class CallQueue:
     """A queue of at most `most` unfinished calls of Ray. A later `wait` raises their errors."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._calls: collections.deque[Any] = collections.deque()
-        self._turn = threading.Lock()  # only one thread at a time may remove calls
+        self._lock = threading.Lock()  # only one thread at a time may remove calls
 
     def add(self, call: Any) -> None:
         """Adds a call to the queue."""
@@ -125,11 +121,12 @@ class Flight:
 
     def wait(self, all_of_them: bool = True) -> None:
         """Waits for all calls, or until another one can be added."""
-        with self._turn:
+        with self._lock:
             while len(self._calls) >= (1 if all_of_them else self._most):
                 try:
                     LongWait(lambda: "a server has not finished earlier calls.").get(self._calls[0])
-                except Exception:  # an interrupt leaves the call in the queue, with its error
+                # An interrupt, which is no `Exception`, leaves the call in the queue.
+                except Exception:
                     self._calls.popleft()
                     raise
                 self._calls.popleft()
@@ -145,13 +142,13 @@ class Remote:
     def __init__(self, setup: Setup, servers: list[Any], gate: Any, owns: bool = False) -> None:
         self._setup, self._servers, self._gate, self._owns = setup, servers, gate, owns
         self._sender: int = secrets.randbits(63) | 1
-        self._sent: collections.Counter[int] = collections.Counter()
+        self._num_sent: collections.Counter[int] = collections.Counter()
         self._permits: Permits | None = None if gate is None else Permits(gate, servers)
         self._drawing: Drawing = Drawing(setup, servers, self._permits)
-        self._writes: Flight = Flight(setup.in_flight)
-        self._updates: Flight = Flight(setup.in_flight)
-        self._late: collections.deque[Any] = collections.deque()
-        self._sending = threading.Lock()  # only one thread at a time may remove priorities
+        self._writes: CallQueue = CallQueue(setup.in_flight)
+        self._updates: CallQueue = CallQueue(setup.in_flight)
+        self._unsent_updates: collections.deque[Any] = collections.deque()
+        self._update_lock = threading.Lock()  # only one thread at a time may remove priorities
 
     def __reduce__(self) -> Any:
         return Remote, (self._setup, self._servers, self._gate)
@@ -189,27 +186,30 @@ class Remote:
             ValueError: structure or shape differ from the example's.
             TypeError: a dtype differs from the example's, or the sampler takes no priorities.
         """
+        # Check all arguments before anything is sent.
         setup = self._setup
         if isinstance(stream, bool) or not isinstance(stream, int | np.integer):
             raise TypeError(f"extend: stream: expected a number, got {stream!r}.")
         if not 0 <= stream < setup.streams:
             raise ValueError(f"extend: stream: expected 0 to {setup.streams - 1}, got {stream}.")
-        with setup.settings():
-            leaves = setups.arrays(setup, items)
+        with setup.x64_context():
+            leaves = setups.convert_items(setup, items)
         length = len(leaves[0])
-        mask = setups.mask(setup, mask, length)
-        priorities = setups.priorities(setup, priorities, length)
+        mask = setups.convert_mask(setup, mask, length)
+        priorities = setups.convert_priorities(setup, priorities, length)
         if not length:
             return
+        # Count the unmasked items, get a permit for them, and send.
         self._writes.wait(all_of_them=False)
         lane, shard = divmod(int(stream), setup.shards)
         width = 1 if mask is not None and mask.ndim > 1 else setup.buffer.num_envs or 1
         count = width * (length if mask is None else int(mask.sum()))
-        with granted(self._permits, "insert", count, shard) as ticket:
+        with acquire_permit(self._permits, "insert", count, shard) as ticket:
             # Counted before the call: an interrupt then leaves a gap, and no number is used twice.
-            first, self._sent[stream] = self._sent[stream], self._sent[stream] + length
-            sent = (lane, self._sender, first, leaves, mask, priorities, ticket, count)
-            self._writes.add(self._servers[shard].extend.remote(*sent))
+            first = self._num_sent[stream]
+            self._num_sent[stream] = first + length
+            call = (lane, self._sender, first, leaves, mask, priorities, ticket, count)
+            self._writes.add(self._servers[shard].extend.remote(*call))
 
     def sample(
         self, batch_size: int | None = None, beta: float | None = None, device: Device = None
@@ -296,35 +296,41 @@ class Remote:
                 f"update_priority: priorities: expected shape {sample.indices.shape}, one for each "
                 f"that was drawn, got {np.shape(priorities)}."
             )
-        if hasattr(priorities, "is_ready"):  # an array of JAX, which may not be computed yet
+        # An array of JAX may not be computed yet; any other is copied, as the caller may change it.
+        if hasattr(priorities, "is_ready"):
             setups.check_real("update_priority: priorities", priorities.dtype)
-        else:  # a copy: the caller may change it before it is sent
-            priorities = setups.numbers("update_priority: priorities", priorities)
+        else:
+            priorities = setups.copy_as_float32("update_priority: priorities", priorities)
         entry = sample.info["shard"], sample.indices, sample.stamp, sample.mask, priorities
-        self._late.append(casting.copy_arrays(entry))
+        self._unsent_updates.append(casting.copy_arrays(entry))
         self._send_updates(all_of_them=False)
 
     def _send_updates(self, all_of_them: bool) -> None:
         """Sends priorities that are computed; waits for all, or for all but the last two."""
-        with self._sending:
-            while self._late:
-                is_patient = all_of_them or len(self._late) > 2
+        with self._update_lock:
+            while self._unsent_updates:
+                is_patient = all_of_them or len(self._unsent_updates) > 2
                 try:
-                    if not is_patient and _is_under_way(self._late[0][-1]):
+                    new: Any = self._unsent_updates[0][-1]
+                    # `is_ready` crashes the process if the array was deleted or donated.
+                    is_computed = isinstance(new, np.ndarray) or new.is_deleted() or new.is_ready()
+                    if not (is_patient or is_computed):
                         return
-                    shard, indices, stamp, mask, new = map(np.asarray, self._late[0])
-                except Exception:  # an array was deleted; an interrupt leaves it in the queue
-                    self._late.popleft()
+                    shard, indices, stamp, mask, new = map(np.asarray, self._unsent_updates[0])
+                # An array was deleted. An interrupt, which is no `Exception`, leaves the entry.
+                except Exception:
+                    self._unsent_updates.popleft()
                     raise
+                # Send each shard the batch, in which the items of other shards are masked.
                 for number, server in enumerate(self._servers):
-                    own = shard == number
-                    if own.any():
+                    is_own = shard == number
+                    if is_own.any():
                         self._updates.wait(all_of_them=False)
-                        mine = mask & own.reshape(-1, *(1,) * (mask.ndim - 1))
-                        sent = indices, stamp, mine, new.astype(np.float32)
-                        self._updates.add(server.update.remote(*sent))
+                        own_mask = mask & is_own.reshape(-1, *(1,) * (mask.ndim - 1))
+                        call = indices, stamp, own_mask, new.astype(np.float32)
+                        self._updates.add(server.update.remote(*call))
                 # Last: an interrupt may let priorities be sent twice, which is harmless.
-                self._late.popleft()
+                self._unsent_updates.popleft()
 
     def size(self) -> int:
         """Returns the number of stored transitions, over all shards."""
@@ -336,7 +342,7 @@ class Remote:
             batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size
             return ray().get(self._servers[0].can_sample.remote(batch_size))
         each = ray().get([server.facts.remote() for server in self._servers])
-        return ready(each, self._setup.buffer.min_size)
+        return can_draw(each, self._setup.buffer.min_size)
 
     def wait(self) -> None:
         """Waits until servers have written all items and priorities that this `Remote` sent.
@@ -382,13 +388,15 @@ class Remote:
         try:
             self.wait()
         finally:
-            if self._owns:  # each actor first releases its files, and is then killed
+            # Each actor first releases its files, and is then killed.
+            if self._owns:
                 library = ray()
                 actors = [*self._servers, *([] if self._gate is None else [self._gate])]
                 library.wait([actor.end.remote() for actor in actors], num_returns=len(actors))
                 for actor in actors:
                     library.kill(actor)
-                self._owns = False  # last, so that `close` can be called again after an interrupt
+                # Last, so that `close` can be called again after an interrupt.
+                self._owns = False
 
     def _batch_size(self, batch_size: int | None) -> int:
         batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size

@@ -12,7 +12,7 @@ from jrb._core.eager import explain_no_draw
 from jrb._xla.compiling import by_description
 from jrb.authoring import context_of
 from jrb.buffer import ReplayBuffer
-from jrb.remote.gate import LongWait, Permits, granted, log, ray
+from jrb.remote.gate import LongWait, Permits, acquire_permit, log, ray
 from jrb.remote.setup import Setup
 from jrb.state import BufferState, Device, Sample
 from jrb.types import ShardedSampler
@@ -30,70 +30,72 @@ class ShardFacts(NamedTuple):
     size: int  # the number of items
 
 
-def facts(buffer: ReplayBuffer, state: BufferState) -> ShardFacts:
-    """Returns the statistics of a shard's state."""
-    mass, least, anchors, size = jax.device_get(_facts(buffer, state.replace(storage=None)))
-    return ShardFacts(float(mass), float(least), int(anchors), int(size))
-
-
 @by_description()
-def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[Any, ...]:
+def measure_shard(buffer: ReplayBuffer, state: BufferState) -> tuple[Any, ...]:
+    """Returns the fields of a shard's `ShardFacts` as arrays; `state` needs no storage."""
     context, sampler = context_of(buffer, state.writer), buffer.sampler
     anchors = buffer.unit.anchors(context, state.unit)
-    if not isinstance(sampler, ShardedSampler):  # such a sampler has only one shard
+    # Such a sampler has only one shard: every mass above 0 serves, here the number of anchors.
+    if not isinstance(sampler, ShardedSampler):
         return anchors.count, jnp.float32(jnp.inf), anchors.count, context.held.size
     stats = sampler.stats(buffer.ring, state.sampler, anchors)
     return stats.mass, stats.min_mass, stats.num_anchors, context.held.size
 
 
-def ready(each: list[ShardFacts], min_size: int | None) -> bool:
+def can_draw(each: list[ShardFacts], min_size: int | None) -> bool:
     """Returns True if all shards together hold `min_size` items, and an anchor with mass."""
     enough = min_size is None or sum(one.size for one in each) >= min_size
     return enough and any(one.mass > 0 for one in each)
 
 
-def shares(each: list[ShardFacts], batch_size: int, seed: list[int]) -> list[int]:
+def divide_batch(each: list[ShardFacts], batch_size: int, seed: list[int]) -> list[int]:
     """Returns the number of items of a batch from each shard, on average exactly by its mass.
 
     This is systematic sampling: the cumulative sums of B m_s / M are shifted by one uniform number
     and rounded down.
     """
-    every = np.array([one.mass for one in each], np.float64)
-    reached = np.cumsum(every) / every.sum() * batch_size
-    reached[-1] = batch_size
-    ends = np.floor(reached + np.random.default_rng(seed).random()).astype(int)
+    masses = np.array([one.mass for one in each], np.float64)
+    bounds = np.cumsum(masses) / masses.sum() * batch_size
+    # Rounding must neither lose nor add an item at the end.
+    bounds[-1] = batch_size
+    ends = np.floor(bounds + np.random.default_rng(seed).random()).astype(int)
     ends[-1] = batch_size
     return np.diff(ends, prepend=0).tolist()
 
 
-def combine(
+def combine_parts(
     buffer: ReplayBuffer, parts: list[Sample | None], each: list[ShardFacts], beta: float | None
 ) -> Sample:
     """Returns the batch of all parts, with probabilities and weights over all shards.
 
     Weights are (n P(i))^-beta over the n anchors of all shards, normalized as the sampler does.
     """
-    every = np.array([one.mass for one in each], np.float64)
-    chances = every / every.sum()
+    # Multiply the probability of each item in its shard by that of the shard.
+    masses = np.array([one.mass for one in each], np.float64)
+    shard_probabilities = masses / masses.sum()
     scaled = [
-        part.replace(probabilities=part.probabilities * np.float32(chances[shard]))
+        part.replace(probabilities=part.probabilities * np.float32(shard_probabilities[shard]))
         for shard, part in enumerate(parts)
         if part is not None
     ]
-    whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *scaled)
+    batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *scaled)
     sampler = buffer.sampler
-    if not isinstance(sampler, ShardedSampler):  # the only shard computed the weights
-        return whole
-    drawn = whole.mask.reshape(len(whole.mask), -1).any(axis=1)
-    likely = np.where(drawn, whole.probabilities, 1).astype(np.float64)
+    # Such a sampler has only one shard, which computed the weights.
+    if not isinstance(sampler, ShardedSampler):
+        return batch
+    # Masked items get a probability of 1, so that the minimum ignores them.
+    is_real = batch.mask.reshape(len(batch.mask), -1).any(axis=1)
+    probabilities = np.where(is_real, batch.probabilities, 1).astype(np.float64)
+    # Divide by the probability that has weight 1: that of a uniform draw, or the least.
     divisor = 1 / sum(one.anchors for one in each)
     if sampler.normalize == "batch":
-        divisor = likely[drawn].min(initial=1)
+        divisor = probabilities[is_real].min(initial=1)
     elif sampler.normalize == "buffer":
-        divisor = min(one.least for one in each) / every.sum()
-        divisor = divisor if 0 < divisor < 1 else likely.min()
-    weights = np.where(drawn, (likely / divisor) ** -float(sampler.exponent(beta)), 0)
-    return whole.replace(weights=weights.astype(np.float32))
+        divisor = min(one.least for one in each) / masses.sum()
+        # If no shard knows its least mass, the least probability in the batch replaces it.
+        divisor = divisor if 0 < divisor < 1 else probabilities.min()
+    weights = np.where(is_real, (probabilities / divisor) ** -float(sampler.exponent(beta)), 0)
+    return batch.replace(weights=weights.astype(np.float32))
 
 
 class RemoteDraw(NamedTuple):
@@ -123,19 +125,21 @@ class Drawing:
         """Requests a batch for each entry of `betas`, under one permit with the number `ticket`."""
         number, count = self._number, len(betas)
         self._number += count
+        # Several servers divide a batch by the facts of all, which Ray sends from server to server.
         several = self._servers if len(self._servers) > 1 else []
         each = [server.facts.remote() for server in several]
         parts: list[list[Any]] = []
         for server in self._servers:
-            if count == 1:  # with `num_returns=1`, Ray would return the generator itself
+            # With `num_returns=1`, Ray would return the generator itself.
+            if count == 1:
                 draw = server.draw.remote
                 parts.append([draw(batch_size, *betas, number, *each, ticket=ticket)])
             else:
                 draws = server.draws.options(num_returns=count).remote
                 parts.append(draws(batch_size, betas, number, *each, ticket=ticket))
         return [
-            RemoteDraw([its[place] for its in parts], each, batch_size, beta)
-            for place, beta in enumerate(betas)
+            RemoteDraw([of_server[index] for of_server in parts], each, batch_size, beta)
+            for index, beta in enumerate(betas)
         ]
 
     def draw(
@@ -144,7 +148,7 @@ class Drawing:
         """Returns a batch, or None if there is no valid start; if `patient`, waits for one."""
         wait = LongWait(self.describe)
         while True:
-            with granted(self.permits, "sample", batch_size) as ticket:
+            with acquire_permit(self.permits, "sample", batch_size) as ticket:
                 draw = self.ask(batch_size, [beta], ticket)[0]
             sample = self.take(draw, device)
             if sample is not None or not patient:
@@ -163,6 +167,7 @@ class Drawing:
         If a shard was reset after it reported its facts, its part may be missing: if `again`, one
         more batch is drawn then.
         """
+        # Wait for the parts, and count their items.
         parts = ray().get(draw.parts)
         count = sum(len(part.indices) for part in parts if part is not None)
         if 0 < count < draw.batch_size and again:
@@ -171,8 +176,8 @@ class Drawing:
             return None
         batch = parts[0]
         if draw.each:
-            batch = combine(self._setup.buffer, parts, ray().get(draw.each), draw.beta)
-        with self._setup.settings():
+            batch = combine_parts(self._setup.buffer, parts, ray().get(draw.each), draw.beta)
+        with self._setup.x64_context():
             return jax.device_put(batch, device)
 
 
@@ -194,40 +199,45 @@ class Ahead:
     ) -> None:
         self._drawing, self._before, self._device = drawing, before, device
         self._batch_size, self._depth, self._beta = batch_size, depth, beta
-        self._group: int = max(1, depth // 2)  # batches per call, as each call has a fixed cost
-        self._asked: int = 0
+        # Each call has a fixed cost, so one call requests half of the batches.
+        self._group: int = max(1, depth // 2)
+        self._num_requested: int = 0
         self._is_closed: bool = False
-        self._line: collections.deque[RemoteDraw | Sample] = collections.deque()
+        self._queue: collections.deque[RemoteDraw | Sample] = collections.deque()
 
     def __iter__(self) -> "Ahead":
         return self
 
     def __next__(self) -> Sample:
         """Returns the next batch; waits until the buffer has a valid start."""
+        # Take the first batch, waiting for it if it is still being drawn.
         sample, wait = None, LongWait(self._drawing.describe)
         while sample is None:
-            if not self._line:
+            if not self._queue:
                 self._fill(patient=True)
-            if not self._line:
+            if not self._queue:
                 raise StopIteration
-            first = self._line[0]  # removed only after the wait, which may be interrupted
+            # It is removed only after the wait, which may be interrupted.
+            first = self._queue[0]
             is_draw = isinstance(first, RemoteDraw)
             sample = self._drawing.take(first, self._device) if is_draw else first
-            self._line.popleft()
+            self._queue.popleft()
             if sample is None:
                 wait.pause(PAUSE)
         try:
+            # Request more batches, and start to copy to the device those that were drawn meanwhile.
             self._fill(patient=False)
-            draws = ((n, one) for n, one in enumerate(self._line) if isinstance(one, RemoteDraw))
-            for place, draw in list(draws):
-                ready, _ = ray().wait(draw.parts, num_returns=len(draw.parts), timeout=0)
-                is_ready = len(ready) == len(draw.parts)
+            draws = ((n, one) for n, one in enumerate(self._queue) if isinstance(one, RemoteDraw))
+            for index, draw in list(draws):
+                finished, _ = ray().wait(draw.parts, num_returns=len(draw.parts), timeout=0)
+                is_ready = len(finished) == len(draw.parts)
                 batch = self._drawing.take(draw, self._device) if is_ready else None
                 if batch is None:
                     break
-                self._line[place] = batch
-        except BaseException:  # even after an interrupt, the next call returns the batch
-            self._line.appendleft(sample)
+                self._queue[index] = batch
+        # Even after an interrupt, the next call returns this batch.
+        except BaseException:
+            self._queue.appendleft(sample)
             raise
         return sample
 
@@ -242,16 +252,17 @@ class Ahead:
         """
         self._before()
         size = self._batch_size * self._group
-        while len(self._line) + self._group <= self._depth and not self._is_closed:
-            numbers = range(self._asked, self._asked + self._group)
+        while len(self._queue) + self._group <= self._depth and not self._is_closed:
+            numbers = range(self._num_requested, self._num_requested + self._group)
             betas = [self._beta(n) if callable(self._beta) else self._beta for n in numbers]
-            waits = patient and not self._line
-            with granted(self._drawing.permits, "sample", size, patient=waits) as ticket:
+            waits = patient and not self._queue
+            with acquire_permit(self._drawing.permits, "sample", size, patient=waits) as ticket:
+                # Without waiting, 0 says that the limits allow no samples now.
                 if ticket == 0:
                     return
-                self._line.extend(self._drawing.ask(self._batch_size, betas, ticket))
-                self._asked += self._group
+                self._queue.extend(self._drawing.ask(self._batch_size, betas, ticket))
+                self._num_requested += self._group
 
     def __del__(self) -> None:
-        if self._line and self._drawing.consumes:
-            log.warning("ahead: %d batches are lost: see Ahead.close.", len(self._line))
+        if self._queue and self._drawing.consumes:
+            log.warning("ahead: %d batches are lost: see Ahead.close.", len(self._queue))

@@ -46,6 +46,7 @@ class LongWait:
 
     def get(self, call: Any) -> Any:
         """Waits for a call of Ray, and returns its result."""
+        # Look once a second whether to log the reason.
         while not ray().wait([call], timeout=1)[0]:
             self.pause(0)
         return ray().get(call)
@@ -79,7 +80,7 @@ class Permit:
     count: int  # the number of items or samples
     caller: int  # the random number that identifies the caller
     shards: set[int]  # the shards that have not reported yet
-    granted: bool = False
+    is_granted: bool = False
 
 
 class RemoteGate:
@@ -104,6 +105,7 @@ class RemoteGate:
         If Ray restarts the gate, it repeats this call.
         """
         departure = self._departures.setdefault(caller, asyncio.Event())
+        # Ask the servers for their totals before the first permit, also after a restart.
         if not self._opened.is_set():
             totals = await asyncio.gather(*[server.totals.remote() for server in servers])
             for shard, (items, samples) in enumerate(totals):
@@ -124,8 +126,8 @@ class RemoteGate:
         ready = [server.ready.remote() for server in self._servers]
         await asyncio.gather(*ready, return_exceptions=True)
         async with self._changed:
-            own = [ticket for ticket, one in self._permits.items() if one.caller == caller]
-            for ticket in own:
+            tickets = [ticket for ticket, one in self._permits.items() if one.caller == caller]
+            for ticket in tickets:
                 del self._permits[ticket]
             self._changed.notify_all()
         await self.leave(caller)
@@ -149,6 +151,7 @@ class RemoteGate:
         Returns True; if not `patient`, at once, and False if there is no permit now.
         Raises `ValueError` if the count, with the requests of others, might have to wait for ever.
         """
+        # Refuse a count that could make both sides wait for ever; only then record it.
         largest = self._largest | {side: max(count, self._largest[side])}
         check_sizes(self._limits, self._needs, largest["insert"], largest["sample"])
         self._largest = largest
@@ -157,18 +160,19 @@ class RemoteGate:
         async with self._changed:
             if patient:
                 await self._changed.wait_for(
-                    lambda: ticket not in self._permits or self._may(permit)
+                    lambda: ticket not in self._permits or self._keeps_limits(permit)
                 )
-            permit.granted = self._may(permit)
-            if not permit.granted:
+            permit.is_granted = self._keeps_limits(permit)
+            if not permit.is_granted:
                 self._permits.pop(ticket, None)
-            return permit.granted
+            return permit.is_granted
 
-    def _may(self, permit: Permit) -> bool:
+    def _keeps_limits(self, permit: Permit) -> bool:
         """Returns True if a permit keeps the limits, whether or not other permits are used."""
+        # Add the granted permits of the same side, which are not in the totals yet.
         items, samples = (sum(column) for column in zip(*self._totals.values(), strict=True))
         for other in self._permits.values():
-            if other.granted and other.side == permit.side:
+            if other.is_granted and other.side == permit.side:
                 items += other.count if permit.side == "insert" else 0
                 samples += other.count if permit.side == "sample" else 0
         if permit.side == "insert":
@@ -179,7 +183,9 @@ class RemoteGate:
     async def describe(self) -> str:
         """Returns the numbers that decide on permits."""
         items, samples = (sum(one[side] for one in self._totals.values()) for side in (0, 1))
-        waiting = collections.Counter(one.side for one in self._permits.values() if not one.granted)
+        waiting = collections.Counter(
+            one.side for one in self._permits.values() if not one.is_granted
+        )
         return (
             f"{items} items were added and {samples} samples taken under {self._limits!r}; "
             f"{waiting['insert']} calls wait to add and {waiting['sample']} to sample."
@@ -196,6 +202,7 @@ class RemoteGate:
         async with self._changed:
             self._raise_totals(shard, items, samples)
             permit = self._permits.get(ticket)
+            # Remove the permit when the last of its shards has reported.
             if permit is not None:
                 permit.shards.discard(shard)
                 if not permit.shards:
@@ -242,7 +249,7 @@ class Permits:
 
 
 @contextlib.contextmanager
-def granted(
+def acquire_permit(
     permits: Permits | None, side: str, count: int, shard: int | None = None, patient: bool = True
 ) -> Iterator[int | None]:
     """Waits for a permit for inserts in one shard, or for samples of all (None), and yields it.
@@ -255,8 +262,9 @@ def granted(
         return
     gate, ticket = permits.gate, secrets.randbits(63)
     shards = permits.shards if shard is None else [shard]
-    numbers = lambda: ray().get(gate.describe.remote())
-    wait = LongWait(lambda: f"the limits hold back {side} of {count}: {numbers()}")
+    wait = LongWait(
+        lambda: f"the limits hold back {side} of {count}: {ray().get(gate.describe.remote())}"
+    )
     reply = gate.wait.remote(side, count, ticket, shards, permits.caller, patient)
     try:
         yield ticket if wait.get(reply) else 0

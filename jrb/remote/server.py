@@ -30,7 +30,8 @@ def keep_freed_memory() -> None:
     memory to the system, which zeroes its pages each time; that takes as long as to gather a batch.
     """
     tune = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if tune is not None:  # -3 is M_MMAP_THRESHOLD, and -1 is M_TRIM_THRESHOLD, in malloc.h
+    # -3 is M_MMAP_THRESHOLD, and -1 is M_TRIM_THRESHOLD, in malloc.h.
+    if tune is not None:
         tune(-3, 1 << 25)
         tune(-1, 1 << 28)
 
@@ -43,19 +44,23 @@ class Server:
     """
 
     def __init__(self, setup: Setup, shard: int) -> None:
+        # Set up the process: this must come before JAX makes its first array.
         if setup.on_cpu:
             jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_enable_x64", setup.wide)
         keep_freed_memory()
+        # Make the buffer of this shard, and the functions that write to it and draw from it.
         self._setup, self._shard = setup, shard
         self._path: str | None = setup.path_of(shard)
-        self._buffer = setup.served(shard)
-        self._lanes: int = setup.lanes(shard)
-        self._put = streams.writer(self._buffer, self._lanes)
+        self._buffer = setup.buffer_of(shard)
+        self._lanes: int = setup.num_lanes(shard)
+        self._write_lane = streams.make_writer(self._buffer, self._lanes)
         self._methods: Any = jitted(self._buffer)
         self._lengths: set[int] = set()
-        self._root: jax.Array = jax.random.fold_in(jax.random.key(setup.seed), shard)
-        self._life: np.uint32 = np.uint32(secrets.randbits(32))
+        self._root_key: jax.Array = jax.random.fold_in(jax.random.key(setup.seed), shard)
+        # Added to stamps, so that those of an earlier process do not match: see `_finish_draw`.
+        self._stamp_offset: np.uint32 = np.uint32(secrets.randbits(32))
+        # Load the last save, and report the number of items to the gate.
         self._unsaved: int = 0
         self._generation: int = 0
         self._ledger: Ledger = Ledger(self._lanes)
@@ -74,15 +79,17 @@ class Server:
             generations = [] if path is None else checkpoint.generations(path)
         except FileNotFoundError:
             generations = []
+        # Make an empty state.
         if path is None or not generations:
             state = self._methods.init(self._setup.spec)
             if path is not None and isinstance(buffer.storage, MemmapStorage | SpillStorage):
                 # The storage creates its files now; the save marks them as those of this buffer.
-                self._generation = checkpoint.save(path, buffer, state, extra=ledger.saved())
+                self._generation = checkpoint.save(path, buffer, state, extra=ledger.to_arrays())
             return state
+        # Load the last save, and the ledger that was saved with it.
         _, state = checkpoint.load(path, buffer, verify=False)
         self._generation = generations[-1]
-        self._ledger = Ledger.loaded(path, self._generation)
+        self._ledger = Ledger.load(path, self._generation)
         return state
 
     def ready(self) -> None:
@@ -118,10 +125,10 @@ class Server:
         items = length * (self._buffer.ring.envs // self._lanes)
         arrival = self._ledger.note(lane, sender, first, length)
         try:
-            if not arrival.again:
+            if not arrival.is_repeat:
                 self._ledger.lost += items // length * arrival.missing
                 try:
-                    self._write(lane, arrival.goes_on, leaves, mask, priorities)
+                    self._write(lane, arrival.is_next, leaves, mask, priorities)
                 except BaseException:
                     self._ledger.note_failure(lane, sender, first, length)
                     self._ledger.lost += items
@@ -129,6 +136,7 @@ class Server:
                 self._ledger.received += items
                 self._unsaved += items
                 self._items += count
+        # Without this report, the permit of a write that fails would never be removed.
         finally:
             self._report(ticket)
         if self._setup.save_every is not None and self._unsaved >= self._setup.save_every:
@@ -137,7 +145,7 @@ class Server:
     def _write(
         self,
         lane: int,
-        goes_on: bool,
+        is_next: bool,
         leaves: list[np.ndarray],
         mask: np.ndarray | None,
         priorities: np.ndarray | None,
@@ -145,8 +153,10 @@ class Server:
         """Writes timesteps to a lane, in pieces of few different lengths."""
         envs, length = self._buffer.ring.envs, len(leaves[0])
         width = envs // self._lanes
-        if not goes_on:  # no window may span the lane's older steps and these
+        # No window may span the lane's older steps and these, if they do not follow them.
+        if not is_next:
             self._state = self._methods.truncate(self._state, np.arange(envs) // width == lane)
+        # With several lanes, all arrays get an axis of environments, `[T, W, ...]`.
         if self._lanes > 1:
             axes, shape = 1 + len(self._setup.lead), (length, width)
             leaves = [leaf.reshape(*shape, *leaf.shape[axes:]) for leaf in leaves]
@@ -155,11 +165,11 @@ class Server:
                 for part in (mask, priorities)
             )
         start, structure = 0, jax.tree.structure(self._setup.spec)
-        for size in streams.pieces(length, self._lengths):
+        for size in streams.split_length(length, self._lengths):
             part = slice(start, start + size)
             items = jax.tree.unflatten(structure, [leaf[part] for leaf in leaves])
-            sent = [None if each is None else each[part] for each in (mask, priorities)]
-            self._state = self._put(self._state, lane, items, *sent)
+            options = [None if each is None else each[part] for each in (mask, priorities)]
+            self._state = self._write_lane(self._state, lane, items, *options)
             start += size
 
     def update(
@@ -174,7 +184,7 @@ class Server:
             weights=none,
             mask=jax.numpy.asarray(mask),
             info={},
-            stamp=jax.numpy.asarray(stamp - self._life),
+            stamp=jax.numpy.asarray(stamp - self._stamp_offset),
         )
         self._state = self._methods.update_priority(self._state, sample, priorities)
 
@@ -206,53 +216,56 @@ class Server:
         the first is yielded, so that Ray stores one while the next is computed. The samples are
         reported to the gate once, at the end. Batches are NumPy arrays; None without an anchor.
         """
+        # For each batch, the number of items that this shard gives, and a seed for their choice.
         parts = [(batch_size, [0])] * len(betas)
         if each:
-            seeds = [[self._setup.seed, number + step] for step in range(len(betas))]
-            enough = draws.ready(list(each), self._setup.buffer.min_size)
-            shares = [draws.shares(list(each), batch_size, s) if enough else None for s in seeds]
-            parts = [
-                (share[self._shard] if share else 0, [*seed, self._shard])
-                for share, seed in zip(shares, seeds, strict=True)
-            ]
+            facts, parts = list(each), []
+            has_enough = draws.can_draw(facts, self._setup.buffer.min_size)
+            for step in range(len(betas)):
+                seed = [self._setup.seed, number + step]
+                counts = draws.divide_batch(facts, batch_size, seed) if has_enough else None
+                parts.append((counts[self._shard] if counts else 0, [*seed, self._shard]))
         # A multiple of B / 8 is drawn, and a part of it kept, so that few sizes are compiled.
         step = max(1, batch_size // 8)
         try:
             batches = [
-                self._ask(-(-count // step) * step, beta)
+                self._start_draw(-(-count // step) * step, beta)
                 for (count, _), beta in zip(parts, betas, strict=True)
             ]
             for sample, (count, seed) in zip(batches, parts, strict=True):
-                yield None if sample is None else self._prepare(sample, count, seed)
+                yield None if sample is None else self._finish_draw(sample, count, seed)
         finally:
             self._report(ticket)
 
-    def _ask(self, count: int, beta: float | None) -> Sample | None:
+    def _start_draw(self, count: int, beta: float | None) -> Sample | None:
         """Starts a draw of `count` items; returns None if nothing can be drawn."""
+        # Without an anchor, a compiled draw is masked; with a storage on the host it would raise.
         is_on_host = self._buffer.storage.is_on_host
         if not count or (is_on_host and not self.can_sample(count)):
             return None
-        key = _fold_in(self._root, np.uint32(self._ledger.drawn))
+        key = _fold_in(self._root_key, np.uint32(self._ledger.drawn))
         self._ledger.drawn += 1
         sampler = self._buffer.sampler
-        if not sampler.consumes and not sampler.count_draws:  # faster: no state is returned
+        # Without a state to return, a draw is faster.
+        if not sampler.consumes and not sampler.count_draws:
             return self._methods.sample(self._state, key, count, beta)
         self._state, sample = self._methods.draw(self._state, key, count, beta)
         return sample
 
-    def _prepare(self, sample: Sample, count: int, seed: list[int]) -> Sample | None:
+    def _finish_draw(self, sample: Sample, count: int, seed: list[int]) -> Sample | None:
         """Returns `count` items of a sample as NumPy arrays; None if all items are masked."""
         arrays = jax.tree.map(np.asarray, sample)
         if not arrays.mask.any():
             return None
-        drawn = len(arrays.indices)
-        if count < drawn:
-            some = np.random.default_rng(seed).permutation(drawn)[:count]
-            arrays = jax.tree.map(lambda leaf: leaf[some], arrays)
+        # Keep `count` of the items, chosen at random, as their order may depend on what they are.
+        num_drawn = len(arrays.indices)
+        if count < num_drawn:
+            kept = np.random.default_rng(seed).permutation(num_drawn)[:count]
+            arrays = jax.tree.map(lambda leaf: leaf[kept], arrays)
         self._samples += count
         info = {**arrays.info, "shard": np.full(count, self._shard, np.int32)}
         # After a restart slots may hold other rows, so stamps from before must not match.
-        stamp = arrays.stamp + self._life
+        stamp = arrays.stamp + self._stamp_offset
         return arrays.replace(stamp=stamp, info=info, origin=self._setup.origin)
 
     def can_sample(self, batch_size: int | None) -> bool:
@@ -261,7 +274,9 @@ class Server:
 
     def facts(self) -> ShardFacts:
         """Returns the statistics from which all shards compute their parts of a batch."""
-        return draws.facts(self._buffer, self._state)
+        arrays = draws.measure_shard(self._buffer, self._state.replace(storage=None))
+        mass, least, anchors, size = jax.device_get(arrays)
+        return ShardFacts(float(mass), float(least), int(anchors), int(size))
 
     def size(self) -> int:
         """Returns the number of stored items."""
@@ -273,8 +288,8 @@ class Server:
         """Saves the buffer; returns the number of the generation, or None without a path."""
         if self._path is None:
             return None
-        self._ledger.held = self.size()
-        options = {"extra": self._ledger.saved(), "layout": "native"}
+        self._ledger.size_at_save = self.size()
+        options = {"extra": self._ledger.to_arrays(), "layout": "native"}
         self._generation = checkpoint.save(self._path, self._buffer, self._state, **options)
         self._unsaved = 0
         return self._generation
@@ -296,4 +311,4 @@ class Server:
 
     def end(self) -> None:
         """Releases everything, so that temporary files are removed."""
-        del self._state, self._methods, self._put
+        del self._state, self._methods, self._write_lane

@@ -53,10 +53,10 @@ class Setup:
     @property
     def origin(self) -> str:
         """The text that identifies this buffer as the origin of samples, the same in all shards."""
-        place = f"{self.streams} streams, {self.shards} servers"
-        return f"Remote({place}) of {origin_of(self.buffer)}"
+        parts = f"{self.streams} streams, {self.shards} servers"
+        return f"Remote({parts}) of {origin_of(self.buffer)}"
 
-    def settings(self) -> AbstractContextManager[Any]:
+    def x64_context(self) -> AbstractContextManager[Any]:
         """Returns a context in which JAX keeps the 64-bit numbers of the servers.
 
         The calling thread or process may have `jax_enable_x64` off: without this context, JAX
@@ -64,7 +64,7 @@ class Setup:
         """
         return enable_x64() if self.wide else contextlib.nullcontext()
 
-    def lanes(self, shard: int) -> int:
+    def num_lanes(self, shard: int) -> int:
         """Returns the number of streams of a shard: stream s is lane s // S of shard s % S."""
         return len(range(shard, self.streams, self.shards))
 
@@ -74,9 +74,9 @@ class Setup:
             return self.path
         return os.path.join(self.path, f"shard-{shard}")
 
-    def served(self, shard: int) -> ReplayBuffer:
+    def buffer_of(self, shard: int) -> ReplayBuffer:
         """Returns the buffer of a shard, in which every stream has its own environments."""
-        buffer, lanes, width = self.buffer, self.lanes(shard), self.buffer.num_envs or 1
+        buffer, lanes, width = self.buffer, self.num_lanes(shard), self.buffer.num_envs or 1
         parts: dict[str, Any] = {"capacity": buffer.capacity // self.streams * lanes}
         if self.shards > 1:
             parts["min_size"] = None  # the minimum is that of all shards together
@@ -93,8 +93,9 @@ class Setup:
             ) from error
 
 
-def check(setup: Setup) -> None:
+def check_setup(setup: Setup) -> None:
     """Raises `TypeError` or `ValueError` for buffers and options that cannot be served."""
+    # Check the numbers, and the kinds of the parts.
     buffer, streams, shards = setup.buffer, setup.streams, setup.shards
     for name in ("streams", "shards", "in_flight"):
         checks.count(name, getattr(setup, name))
@@ -115,6 +116,7 @@ def check(setup: Setup) -> None:
             f"shards: expected jrb.Uniform() or jrb.Prioritized(), whose masses say how much of a "
             f"batch each shard gives, got {type(buffer.sampler).__name__}. Use shards=1."
         )
+    # Check that the ring can be divided, and that the parts work with the lanes of each shard.
     width = streams * (buffer.num_envs or 1)
     if buffer.capacity % width:
         raise ValueError(
@@ -126,7 +128,7 @@ def check(setup: Setup) -> None:
         if setup.path is None:
             raise ValueError("save_every: expected a path to save to, got None. Give path=.")
     for shard in range(shards):
-        setup.served(shard)
+        setup.buffer_of(shard)
 
 
 def check_limits(setup: Setup, limits: SampleToInsert | None) -> tuple[int, str]:
@@ -135,8 +137,8 @@ def check_limits(setup: Setup, limits: SampleToInsert | None) -> tuple[int, str]
     sampler, batch_size, rows = buffer.sampler, buffer.batch_size or 1, buffer.unit.anchor_rows
     starts = batch_size if isinstance(sampler, WithoutReplacement) and sampler.drop_last else 1
     # Every environment of every stream may have one row less than its first anchor needs.
-    of_unit = width * (rows - 1) + starts, f"{starts} of {buffer.unit!r} in {width} environments"
-    needs = max(of_unit, (buffer.min_size or 1, "min_size of the buffer"))
+    needs = width * (rows - 1) + starts, f"{starts} of {buffer.unit!r} in {width} environments"
+    needs = max(needs, (buffer.min_size or 1, "min_size of the buffer"))
     if needs[0] > buffer.capacity:
         raise ValueError(
             f"capacity: expected {needs[0]} or more items for {needs[1]}, got {buffer.capacity}."
@@ -170,31 +172,33 @@ def spec_of_example(buffer: ReplayBuffer, example: Item) -> Item:
 def path_of(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> str | None:
     """Returns the folder to save to: the given path, or else that of the storage's files."""
     storage = buffer.storage
-    own = storage.path if isinstance(storage, MemmapStorage | SpillStorage) else None
-    own = None if own is None else os.fspath(own)
+    storage_path = storage.path if isinstance(storage, MemmapStorage | SpillStorage) else None
+    storage_path = None if storage_path is None else os.fspath(storage_path)
     absolute = None if path is None else absolute_path(path)
-    if absolute is not None and own is not None and absolute != own:
+    if absolute is not None and storage_path is not None and absolute != storage_path:
         raise ValueError(
-            f"path: expected that of the storage, {own}, where a save costs what changed, or none "
-            f"there, got {absolute}."
+            f"path: expected that of the storage, {storage_path}, where a save costs what changed, "
+            f"or none there, got {absolute}."
         )
-    return absolute if own is None else own
+    return absolute if storage_path is None else storage_path
 
 
-def arrays(setup: Setup, items: Item) -> list[np.ndarray]:
+def convert_items(setup: Setup, items: Item) -> list[np.ndarray]:
     """Returns the leaves of items as checked NumPy arrays, without using a JAX device."""
-    items, cast = casting.arrays(items, "extend"), setup.buffer.cast
-    items = casting.kept(items, "extend") if cast else items
+    # Cast the items to the dtypes of the buffer, if it casts.
+    items, casts = casting.arrays(items, "extend"), setup.buffer.cast
+    items = casting.kept(items, "extend") if casts else items
     lead = (checks.length(items), *setup.lead)
-    if cast:
+    if casts:
         items = casting.to_spec(setup.spec, items, "extend")
+    # Check structure, dtypes and shapes.
     axes = "[T, ...]" if len(lead) == 1 else "[T, E, ...], E = num_envs"
     mend = f"Give timesteps of one stream, leaves {axes}."
     check_like(setup.spec, items, "extend", mend, lead)
     return list(map(np.asarray, jax.tree.leaves(items)))
 
 
-def mask(setup: Setup, value: Any, length: int) -> np.ndarray | None:
+def convert_mask(setup: Setup, value: Any, length: int) -> np.ndarray | None:
     """Returns a mask as a checked NumPy array, bool `[T]` or `[T, E]`."""
     if setup.buffer.requires_mask:
         checks.given_mask("extend", value, 1 + len(setup.lead))
@@ -203,6 +207,7 @@ def mask(setup: Setup, value: Any, length: int) -> np.ndarray | None:
     array, shape = np.asarray(value), (length, *setup.lead)
     if array.dtype != np.bool_:
         raise TypeError(f"extend: mask: expected dtype bool, got {array.dtype}. Compare.")
+    # Shards of several streams are written with a mask for each environment.
     per_env = setup.buffer.writer.per_env or setup.streams > setup.shards
     if array.shape != (length,) and not (per_env and array.shape == shape):
         legal = f"({length},)" + (f" or {shape}" if per_env and setup.lead else "")
@@ -210,7 +215,7 @@ def mask(setup: Setup, value: Any, length: int) -> np.ndarray | None:
     return array
 
 
-def priorities(setup: Setup, value: Any, length: int) -> np.ndarray | None:
+def convert_priorities(setup: Setup, value: Any, length: int) -> np.ndarray | None:
     """Returns the priorities of new items as a checked array, float32 `[T]` or `[T, E]`."""
     if value is None:
         return None
@@ -220,13 +225,13 @@ def priorities(setup: Setup, value: Any, length: int) -> np.ndarray | None:
             "extend: priorities: expected a sampler that takes priorities with what is added, got "
             f"{type(sampler).__name__}. Serve a buffer with sampler=jrb.Prioritized()."
         )
-    array, shape = numbers("extend: priorities", value), (length, *setup.lead)
+    array, shape = copy_as_float32("extend: priorities", value), (length, *setup.lead)
     if array.shape != shape:
         raise ValueError(f"extend: priorities: expected shape {shape}, got {array.shape}.")
     return array
 
 
-def numbers(name: str, value: Any) -> np.ndarray:
+def copy_as_float32(name: str, value: Any) -> np.ndarray:
     """Returns a float32 copy of an array of real numbers."""
     array = np.asarray(value)
     check_real(name, array.dtype)

@@ -21,7 +21,7 @@ from jrb.loops import jitted
 from jrb.state import BufferState
 from jrb.types import Context, Item, SlotsForLeaf, Storage, WritePlan, component
 
-_FEW = 4
+_MAX_LENGTHS = 4  # the number of lengths for which a write is compiled as it is
 
 
 @component
@@ -46,12 +46,14 @@ class OneStream(Storage):
         self, context: Context, state: Any, plan: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
         """Writes the items of the only lane with slots; `items` repeats them for all lanes."""
-        used = jnp.any(plan.slots < context.ring.capacity, axis=0)
-        first = jnp.argmax(used).astype(jnp.int32) // self.width * self.width
+        # Find the first environment of the lane that has slots.
+        has_slots = jnp.any(plan.slots < context.ring.capacity, axis=0)
+        first = jnp.argmax(has_slots).astype(jnp.int32) // self.width * self.width
+        # Write with the slots of this lane only.
         slots = lax.dynamic_slice_in_dim(plan.slots, first, self.width, axis=1)
-        own = dataclasses.replace(plan, slots=slots, starts=slots.reshape(-1))
+        lane_plan = dataclasses.replace(plan, slots=slots, starts=slots.reshape(-1))
         items = jax.tree.map(lambda leaf: leaf[:, : self.width], items)
-        state, _ = self.inner.write(context, state, own, items)
+        state, _ = self.inner.write(context, state, lane_plan, items)
         return state, plan
 
     def without_plan(self, state: Any) -> Any:
@@ -67,28 +69,32 @@ class OneStream(Storage):
         return self.inner.read(context, state, where)
 
 
-def writer(buffer: ReplayBuffer, lanes: int) -> Callable[..., BufferState]:
+def make_writer(buffer: ReplayBuffer, lanes: int) -> Callable[..., BufferState]:
     """Returns a function that writes a stream's timesteps and returns the new state.
 
     Its arguments are a state, the lane, items `[T, W, ...]`, and a mask and priorities `[T, W]` or
     None. If there is only one lane, the last three are those of `ReplayBuffer.extend`.
     """
+    # A single lane is the whole ring.
     if lanes == 1:
         methods: Any = jitted(buffer)
-        return lambda state, lane, *sent: methods.extend(state, *sent)
+        return lambda state, lane, *items: methods.extend(state, *items)
+    # On the device, one compiled function plans and writes.
     storage: Any = buffer.storage
-    narrow = dataclasses.replace(buffer, storage=OneStream(storage, buffer.ring.envs // lanes))
+    envs = buffer.ring.envs
+    lane_buffer = dataclasses.replace(buffer, storage=OneStream(storage, envs // lanes))
     if not storage.is_on_host:
-        return lambda state, lane, *sent: _write(narrow, state, np.int32(lane), *sent)
+        return lambda state, lane, *items: _write(lane_buffer, state, np.int32(lane), *items)
 
-    def put(state: BufferState, lane: int, items: Item, *sent: Any) -> BufferState:
+    def write_on_host(state: BufferState, lane: int, items: Item, *options: Any) -> BufferState:
         # The jitted function plans the write, and the host storage executes it.
-        after = _plan(narrow, for_device(buffer, state), np.int32(lane), items, *sent)
+        half = for_device(buffer, state)
+        after = _plan(lane_buffer, half, np.int32(lane), items, *options)
         if any(hasattr(transform, "inverse") for transform in buffer.transforms):
-            items = _to_stored(narrow, items)
+            items = _to_stored(lane_buffer, items)
         return write_planned(buffer, state, after, items)
 
-    return put
+    return write_on_host
 
 
 def _write_lane(
@@ -100,17 +106,21 @@ def _write_lane(
     items = _to_stored(buffer, items)
     length = jax.tree.leaves(items)[0].shape[0]
 
-    def everywhere(leaf: Any) -> jax.Array:
-        """Repeats a leaf for all lanes, `[T, E, ...]`; XLA does not store it, as one is read."""
-        whole = (length, envs // width, width, *leaf.shape[2:])
-        return jnp.broadcast_to(leaf[:, None], whole).reshape(length, envs, *leaf.shape[2:])
+    def repeat(leaf: Any) -> jax.Array:
+        """Repeats a leaf for all lanes, `[T, E, ...]`."""
+        # XLA does not store the repetitions, as the storage reads one of them.
+        shape = (length, envs // width, width, *leaf.shape[2:])
+        return jnp.broadcast_to(leaf[:, None], shape).reshape(length, envs, *leaf.shape[2:])
 
-    mine = jnp.arange(envs, dtype=jnp.int32) // width == lane
-    written = jnp.broadcast_to(mine if mask is None else mine & everywhere(mask), (length, envs))
-    new = None if priorities is None else everywhere(priorities)
-    return steps.write(buffer, state, jax.tree.map(everywhere, items), written, None, new)
+    # Mask the other lanes, and write.
+    in_lane = jnp.arange(envs, dtype=jnp.int32) // width == lane
+    written = in_lane if mask is None else in_lane & repeat(mask)
+    written = jnp.broadcast_to(written, (length, envs))
+    priorities = None if priorities is None else repeat(priorities)
+    return steps.write(buffer, state, jax.tree.map(repeat, items), written, None, priorities)
 
 
+# `_write` donates the state; `_plan` does not, as the storage on the host needs the old one.
 _write: Callable[..., BufferState] = by_description(donated=("state",))(_write_lane)
 _plan: Callable[..., BufferState] = by_description()(_write_lane)
 
@@ -124,13 +134,13 @@ def _to_stored(buffer: ReplayBuffer, items: Item) -> Any:
     return items
 
 
-def pieces(length: int, lengths: set[int]) -> list[int]:
+def split_length(length: int, lengths: set[int]) -> list[int]:
     """Returns the lengths of the pieces in which `length` timesteps are written.
 
     A write is compiled for each length. The first few lengths are used as they are and added to
     `lengths`; others are divided into powers of two.
     """
-    if length in lengths or len(lengths) < _FEW:
+    if length in lengths or len(lengths) < _MAX_LENGTHS:
         lengths.add(length)
         return [length]
     return [1 << bit for bit in reversed(range(length.bit_length())) if length >> bit & 1]

@@ -183,9 +183,12 @@ def test_edited_ends_leave_priorities_as_they_are():
 def test_weights_of_several_servers_follow_what_a_sampler_shares():
     buffer = jrb.ReplayBuffer(8, batch_size=8, sampler=RankBased())
     states = [buffer.extend(buffer.init(EXAMPLE), rows(length)) for length in (2, 6)]
-    each = [draws.facts(buffer, state) for state in states]
+    each = [
+        draws.ShardFacts(*jax.device_get(draws.measure_shard(buffer, state.replace(storage=None))))
+        for state in states
+    ]
     parts = [jax.device_get(buffer.sample(state, KEY)) for state in states]
-    whole = draws.combine(buffer, parts, each, 1.0)
+    whole = draws.combine_parts(buffer, parts, each, 1.0)
     assert np.ptp(whole.weights) > 0.1
     np.testing.assert_allclose(whole.weights * whole.probabilities, whole.probabilities.min(), 1e-5)
 

@@ -22,7 +22,7 @@ def test_the_ledger_takes_everything_once_and_tells_what_is_missing():
     calls = [(7, 0, 5), (7, 5, 5), (7, 5, 5), (9, 0, 2), (7, 10, 1), (7, 20, 1), (7, 21, 1)]
     calls += [(7, 13, 2), (7, 13, 2), (7, 11, 2), (7, 22, 1), (7, 19, 2)]
     seen = [ledger.note(1, *call) for call in calls]
-    assert [(one.again, one.goes_on, one.missing) for one in seen] == [
+    assert [(one.is_repeat, one.is_next, one.missing) for one in seen] == [
         (False, False, 0),  # a sender that is new
         (False, True, 0),
         (True, False, 0),  # made again
@@ -53,10 +53,10 @@ def test_calls_in_any_order_come_once(data):
         first = number * size
         numbers, own = set(range(first, first + size)), arrived[lane, sender]
         arrival = ledger.note(lane, sender, first, size)
-        assert arrival.again == (numbers <= own)
-        if arrival.again:
+        assert arrival.is_repeat == (numbers <= own)
+        if arrival.is_repeat:
             continue
-        assert arrival.goes_on == (last.get(lane) == (sender, first))
+        assert arrival.is_next == (last.get(lane) == (sender, first))
         lost += arrival.missing
         own |= numbers
         last[lane] = sender, first + size

@@ -23,7 +23,7 @@ TOTAL, COUNT = sum(map(np.sum, GIVEN.values())), sum(map(len, GIVEN.values()))
 
 def test_shares_are_the_masses_in_the_mean():
     each = [ShardFacts(mass, 1.0, 5, 5) for mass in (0.5, 0.0, 3.0, 1.2)]
-    given = np.array([drawing.shares(each, 16, [0, number]) for number in range(3000)])
+    given = np.array([drawing.divide_batch(each, 16, [0, number]) for number in range(3000)])
     assert (given.sum(axis=1) == 16).all() and not given[:, 1].any()
     exact = np.array([0.5, 0.0, 3.0, 1.2]) / 4.7 * 16
     assert (np.abs(given - exact) < 1).all()
@@ -32,10 +32,10 @@ def test_shares_are_the_masses_in_the_mean():
 
 def test_shards_without_mass_have_nothing_to_draw():
     none = [ShardFacts(0.0, np.inf, 3, 3), ShardFacts(0.0, np.inf, 5, 6)]
-    assert not drawing.ready(none, None)
+    assert not drawing.can_draw(none, None)
     some = [none[0], ShardFacts(2.0, 0.5, 5, 6)]
-    assert drawing.ready(some, 9) and not drawing.ready(some, 10)
-    assert drawing.shares(some, 8, [0, 1]) == [0, 8]
+    assert drawing.can_draw(some, 9) and not drawing.can_draw(some, 10)
+    assert drawing.divide_batch(some, 8, [0, 1]) == [0, 8]
 
 
 def part(slots, likely):
@@ -57,7 +57,7 @@ def test_weights_are_those_of_one_buffer(normalize):
     sampler = jrb.Prioritized(beta=0.7, normalize=normalize)
     each = [ShardFacts(4.0, 0.5, 3, 3), ShardFacts(1.0, 0.25, 2, 2)]
     parts = [part([0, 2, 1], [0.5, 0.25, 0.0]), part([7], [0.75])]
-    whole = drawing.combine(buffer(sampler=sampler), parts, each, None)
+    whole = drawing.combine_parts(buffer(sampler=sampler), parts, each, None)
     likely = np.array([0.4, 0.2, 0.0, 0.15])
     np.testing.assert_allclose(whole.probabilities, likely, rtol=1e-6)
     drawn = likely[[0, 1, 3]]

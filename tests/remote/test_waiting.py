@@ -33,7 +33,7 @@ class Calls:
 
 
 def test_a_call_that_failed_is_told_though_its_wait_was_interrupted(monkeypatch):
-    ray, one = Calls(), client.Flight(9)
+    ray, one = Calls(), client.CallQueue(9)
     monkeypatch.setattr(gate, "ray", lambda: ray)
     for call in (1, 2, 3):
         one.add(call)
@@ -53,7 +53,7 @@ def test_two_threads_that_wait_for_the_same_calls_miss_none(monkeypatch):
 
     ray = types.SimpleNamespace(wait=lambda calls, timeout: (calls, []), get=get)
     monkeypatch.setattr(gate, "ray", lambda: ray)
-    one = client.Flight(9)
+    one = client.CallQueue(9)
     for call in (1, 2):
         one.add(call)
     threads = [threading.Thread(target=one.wait) for _ in range(2)]
@@ -274,7 +274,7 @@ def test_a_long_wait_says_what_it_waits_for(monkeypatch, caplog, side):
         describe=types.SimpleNamespace(remote=lambda: ["30 items were added"]),
     )
     permits = types.SimpleNamespace(gate=its_gate, caller=1, shards=[0])
-    with gate.granted(permits, side, 8) as ticket:
+    with gate.acquire_permit(permits, side, 8) as ticket:
         assert ticket
     texts = [record.getMessage() for record in caplog.records]
     assert [text.split()[1] for text in texts] == ["10", "20", "40"]
