@@ -112,7 +112,7 @@ class ReplayBuffer:
         __getattr__ = wording.refuse_attribute
 
     def __repr__(self) -> str:
-        return display.laid_out(self)
+        return display.format_code(self)
 
     def _repr_html_(self) -> str:
         return display.tree_html(self)
@@ -154,10 +154,10 @@ class ReplayBuffer:
             )
         if self.storage.requires_chronological:
             checks.chronological(storage, self.writer)
-            checks.together(storage, self.writer)
+            checks.shared_clock(storage, self.writer)
         if isinstance(self.sampler, OrderedSampler):
             self.sampler.check(self.ring, self.unit)
-            checks.together(type(self.sampler).__name__, self.writer)
+            checks.shared_clock(type(self.sampler).__name__, self.writer)
         transforming.check(self.transforms, self.storage)
         for transform in self.transforms:
             if isinstance(transform, Transform):
@@ -758,7 +758,7 @@ class ReplayBuffer:
     def _arrays(self, items: Item, method: str) -> Item:
         """Returns items whose leaves are arrays; with `cast`, of dtypes that JAX keeps."""
         items = casting.arrays(items, method)
-        return casting.kept(items, method) if self.cast else items
+        return casting.cast_for_jax(items, method) if self.cast else items
 
     def _stored_spec(self, example: Item) -> Item:
         """Returns the spec of one item after the inverses of all transforms."""

@@ -320,7 +320,7 @@ def _caller(
         # Arrays of NumPy are copied, as the caller may change them; objects stay as they are.
         whole = buffer.buffer if isinstance(buffer, Sharded) else buffer
         of_objects, casts = whole.storage.of_objects, whole.cast
-        accept = lambda items: items if of_objects else casting.accepted(items, name, casts)
+        accept = lambda items: items if of_objects else casting.accept_items(items, name, casts)
         preparers |= {"item": accept, "items": accept, "values": accept}
     prepare = [preparers.get(each.name, copy_array) for each in parameters]
     names = [each.name for each in parameters]

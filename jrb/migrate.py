@@ -293,7 +293,7 @@ def _with_converted(
         return None
     spec, convert_rows = _conversion(old, state, convert)
     blank = validate.compiled_blank(new).eval_shape(pytree.SpecKey(spec))
-    if not pytree.alike(blank.replace(storage=None), state.replace(storage=None)):
+    if not pytree.are_alike(blank.replace(storage=None), state.replace(storage=None)):
         return None
     ring, held, target = old.ring, old.writer.held(old.ring, state.writer), replay_target(new)
     slots, mask = np.arange(int(held.size), dtype=np.int32)[:, None], None

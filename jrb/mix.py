@@ -61,7 +61,7 @@ class Mix:
     exact: bool = False
 
     def __repr__(self) -> str:
-        return display.laid_out(self)
+        return display.format_code(self)
 
     def _repr_html_(self) -> str:
         return display.tree_html(self)
@@ -327,7 +327,7 @@ _chosen = per_description()(_choose)
 
 def _interleaved(sample: Sample, num_buffers: int) -> Sample:
     """Returns a batch whose sources alternate as evenly as their shares allow."""
-    order = splitting.alternating(jnp, sample.info["source"], num_buffers)
+    order = splitting.alternate_sources(jnp, sample.info["source"], num_buffers)
     return jax.tree.map(lambda leaf: leaf[order], sample)
 
 

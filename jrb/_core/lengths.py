@@ -120,8 +120,8 @@ def _padded(length: int, items: Item, mask: Any, *others: Any) -> tuple[Any, ...
         rows = np.zeros((size, *array.shape[1:]), array.dtype)
         rows[:length], rows[length:] = array, fill(array)
         if isinstance(leaf, jax.Array) and compat.is_committed(leaf):
-            return casting.wrapped(jax.device_put(rows, leaf.sharding), leaf.dtype)
-        return casting.wrapped(rows, leaf.dtype)
+            return casting.wrap_words(jax.device_put(rows, leaf.sharding), leaf.dtype)
+        return casting.wrap_words(rows, leaf.dtype)
 
     # Items are padded with the last one: a user's inverse may not be able to compute with zeros.
     items = jax.tree.map(lambda leaf: pad(leaf, lambda array: array[-1]), items)

@@ -239,7 +239,7 @@ def _odd_part(buffer: Buffer, state: BufferState) -> str | None:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return "storage"  # anything that parts raise for a state that is not theirs
     for name in (*_PARTS, "numbers"):
-        if not pytree.alike(getattr(own, name), getattr(state, name)):
+        if not pytree.are_alike(getattr(own, name), getattr(state, name)):
             return name
     return None if state.ring == buffer.ring else "storage"
 

@@ -18,8 +18,8 @@ from jrb._util.pytree import DType, Leaf, PyTree
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of keys
 _SCALARS = (np.number, np.bool_)
 _NO_NUMBERS = frozenset("OSUMmVc")  # NumPy's letters for non-numbers, such as texts and times
-_TAKEN = frozenset(map(np.dtype, ("?", *"bBhHiIefF", jnp.bfloat16)))  # JAX keeps these dtypes
-_LOOKED_AT = pytree.WIDE | _NO_NUMBERS
+_KEPT = frozenset(map(np.dtype, ("?", *"bBhHiIefF", jnp.bfloat16)))  # JAX keeps these dtypes
+_MAYBE_CHANGED = pytree.WIDE | _NO_NUMBERS
 _NUMBER = bool | int | float | complex
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
@@ -29,8 +29,10 @@ def arrays(items: PyTree, what: str) -> Any:
 
     It raises for a list of numbers, as JAX would make each number a leaf.
     """
+    # Most items need no conversion, and this runs at every call.
     if all(map(_is_plain, jax.tree.leaves(items))):
         return items
+    # Else convert each leaf; a list that has a number, or another list, is one leaf.
     has_numbers = lambda it: isinstance(it, list) and any(isinstance(x, _NUMBER | list) for x in it)
     name = lambda path: f"{what}: leaf '{pytree.leaf_name(path)}'"
     convert = lambda path, leaf: _as_array(name(path), leaf)
@@ -42,27 +44,29 @@ def _is_plain(leaf: Leaf) -> bool:
     if type(leaf) is np.ndarray:
         return leaf.dtype.isnative
     # NumPy's float64 and complex128 are Python numbers too, and lists of them must be refused.
-    is_scalar = isinstance(leaf, _SCALARS) and leaf.dtype in _TAKEN
+    is_scalar = isinstance(leaf, _SCALARS) and leaf.dtype in _KEPT
     return is_scalar or isinstance(leaf, jax.Array)
 
 
 def _as_array(where: str, leaf: Leaf) -> Any:
     if np.ma.is_masked(leaf):
         raise ValueError(f"{where}: expected values everywhere, got a masked array. Fill it.")
+    # Convert arrays of other libraries, whose classes may raise anything.
     if not _is_plain(leaf) and hasattr(leaf, "__array__"):
         try:
             leaf = np.asarray(leaf)
-        except Exception as error:  # whatever its class raises
+        except Exception as error:
             kind = type(leaf).__name__
             raise TypeError(f"{where}: expected an array, got {kind}: {error}") from error
     if not (pytree.is_array(leaf) or isinstance(leaf, _NUMBER)):
         raise pytree.no_array(where, leaf)
+    # JAX takes only the byte order of the machine.
     if not isinstance(leaf, np.ndarray) or leaf.dtype.isnative:
         return leaf
     return leaf.astype(leaf.dtype.newbyteorder("="))
 
 
-def kept(items: PyTree, what: str) -> Any:
+def cast_for_jax(items: PyTree, what: str) -> Any:
     """Returns items with NumPy leaves cast to dtypes that JAX keeps; values may be rounded."""
 
     def convert(path: Any, leaf: Leaf) -> Any:
@@ -77,21 +81,23 @@ def kept(items: PyTree, what: str) -> Any:
 
 def is_kept(leaf: Leaf) -> bool:
     """Returns True if JAX keeps a leaf's dtype; it must be quick, as it runs at every call."""
-    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.char not in _LOOKED_AT:
+    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.char not in _MAYBE_CHANGED:
         return True
     if leaf.dtype.char in _NO_NUMBERS:
         return False
     return pytree.kept_dtype(leaf.dtype) == leaf.dtype
 
 
-def accepted(items: PyTree, what: str, cast: bool) -> Any:
+def accept_items(items: PyTree, what: str, cast: bool) -> Any:
     """Returns items with dtypes that `jit` keeps, else raises; NumPy's arrays are copied."""
+    # Copy the leaves, if all are arrays with dtypes that JAX keeps. This is done in one pass:
+    # between two compiled calls, each look at a leaf costs 1 us.
     leaves, structure = jax.tree.flatten(items)
     copies = []
-    for leaf in leaves:  # in one pass: between two compiled calls, each look at a leaf costs 1 us
+    for leaf in leaves:
         is_scalar = isinstance(leaf, _SCALARS)
         if is_scalar or type(leaf) is np.ndarray:
-            if leaf.dtype not in _TAKEN:
+            if leaf.dtype not in _KEPT:
                 break
             copies.append(leaf if is_scalar else leaf.copy())
         elif isinstance(leaf, jax.Array):
@@ -100,10 +106,11 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
             break
     else:
         return structure.unflatten(copies)
+    # Else convert them. A spec raises where `jit` would, or where it would change a dtype.
     items = arrays(items, what)
     if not all(map(is_kept, jax.tree.leaves(items))):
-        items = kept(items, what) if cast else items
-        pytree.spec_of(items, what)  # raises where `jit` would, or would change a dtype
+        items = cast_for_jax(items, what) if cast else items
+        pytree.spec_of(items, what)
     return copy_arrays(items)
 
 
@@ -118,8 +125,9 @@ def to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
         dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
         if dtype == spec.dtype or not _goes_into(dtype, spec.dtype):
             return leaf
+        # Cast NumPy's arrays on the host, which needs no device.
         if isinstance(leaf, np.ndarray | np.generic):
-            return _cast(path, leaf, spec.dtype, what)  # on the host, so that this needs no device
+            return _cast(path, leaf, spec.dtype, what)
         return jnp.asarray(leaf).astype(spec.dtype)
 
     return jax.tree_util.tree_map_with_path(convert, spec, items)
@@ -129,10 +137,12 @@ def _goes_into(dtype: DType, target: Any) -> bool:
     """Returns True if a dtype is of the target's kind or a lesser one; all integers must fit."""
     if any(jnp.issubdtype(each, jax.dtypes.extended) for each in (dtype, target)):
         return False
-    if dtype.kind == "m":  # NumPy's spans of time count as integers
+    # NumPy takes spans of time for integers.
+    if dtype.kind == "m":
         return False
+    # Compare the ranks of both dtypes among the kinds; a dtype of no numbers comes last.
     is_kind = lambda dtype: [jnp.issubdtype(dtype, kind) for kind in _KINDS]
-    rank = lambda dtype: [*is_kind(dtype), True].index(True)  # what is no number comes last
+    rank = lambda dtype: [*is_kind(dtype), True].index(True)
     if rank(dtype) == rank(target) and jnp.issubdtype(target, jnp.integer):
         return np.can_cast(dtype, target)
     return rank(dtype) <= rank(target)
@@ -142,6 +152,7 @@ def _cast(path: Any, leaf: Leaf, dtype: DType, what: str) -> Any:
     """Returns a NumPy array in another dtype; raises if a finite value does not fit into it."""
     with np.errstate(over="ignore"):
         result = leaf.astype(dtype)
+    # Find the values that do not fit: integers out of range, or numbers that became infinite.
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     if is_integer and leaf.size:
         bounds = np.iinfo(dtype)
@@ -149,10 +160,10 @@ def _cast(path: Any, leaf: Leaf, dtype: DType, what: str) -> Any:
     else:
         fits = np.isfinite(result) | ~np.isfinite(leaf)
     if not np.all(fits):
-        kind, wrong = "integers" if is_integer else "numbers", np.asarray(leaf)[~fits]
+        kind, misfits = "integers" if is_integer else "numbers", np.asarray(leaf)[~fits]
         raise ValueError(
             f"{what}: leaf '{pytree.leaf_name(path)}': expected {kind} that {dtype} holds, got "
-            f"some from {wrong.min()} to {wrong.max()}. Set jax_enable_x64, or encode them."
+            f"some from {misfits.min()} to {misfits.max()}. Set jax_enable_x64, or encode them."
         )
     return result
 
@@ -178,12 +189,13 @@ def raw(leaf: Leaf) -> Any:
 
 
 def raw_spec(spec: PyTree) -> jax.ShapeDtypeStruct:
+    """Returns the spec of `raw` of an array with this spec."""
     if is_keys(spec.dtype):
         return jax.eval_shape(jax.random.key_data, spec)
     return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
 
 
-def wrapped(words: Any, dtype: DType) -> Any:
+def wrap_words(words: Any, dtype: DType) -> Any:
     """Returns the keys of this dtype with these words; of other dtypes, the words unchanged."""
     if not is_keys(dtype):
         return words

@@ -22,7 +22,8 @@ _SMALLEST = np.finfo(np.float32).tiny
 def count(name: str, value: object, most: int | None = None) -> None:
     """Raises unless a value is an integer of at least 1, and at most `most` if that is given."""
     if isinstance(value, bool) or not isinstance(value, _INTEGERS):
-        is_whole = isinstance(value, float) and value.is_integer()  # such as 1e6
+        # Such as 1e6, which many write for a capacity.
+        is_whole = isinstance(value, float) and value.is_integer()
         mend = f" Write int({value!r})." if is_whole else ""
         raise TypeError(f"{name}: expected an integer, got {value!r}.{mend}")
     if value < 1 or (most is not None and value > most):
@@ -43,8 +44,9 @@ def multiple(capacity: int, envs: int) -> None:
 
 def key(value: Leaf) -> None:
     """Raises unless a value is one PRNG key, typed or old-style."""
+    # The first test is that of `jnp.issubdtype`, which is slow.
     dtype = getattr(value, "dtype", None)
-    if getattr(dtype, "type", None) is jax.dtypes.prng_key:  # as `jnp.issubdtype`, which is slow
+    if getattr(dtype, "type", None) is jax.dtypes.prng_key:
         shape = ()
     elif dtype == jnp.uint32:
         # JAX adds its options to this class as it is imported.
@@ -95,7 +97,8 @@ def mask(method: str, value: object, shape: tuple[int, ...], meaning: str) -> ja
         raise ValueError(
             f"{method}: mask: expected shape {shape}, got {array.shape}. It says {meaning}."
         )
-    return jax.device_put(array)  # jnp.asarray would compile a program for each shape
+    # `jnp.asarray` would compile a program for each shape.
+    return jax.device_put(array)
 
 
 def number(name: str, value: Leaf) -> jax.Array:
@@ -116,8 +119,9 @@ def indices(method: str, value: object) -> jax.Array:
     if array.dtype.itemsize >= 4 and array.dtype != jnp.int32:
         where = jnp.where if isinstance(array, jax.Array) else np.where
         fits = (array >= 0) & (array <= array.dtype.type(2**31 - 1))
-        kept = where(fits, array, array.dtype.type(0)).astype(jnp.int32)
-        array = kept - (~fits).astype(jnp.int32)
+        # An unsigned dtype has no -1: set the others to 0, and subtract 1 from them as int32.
+        array = where(fits, array, array.dtype.type(0)).astype(jnp.int32)
+        array = array - (~fits).astype(jnp.int32)
     return jnp.asarray(array.astype(jnp.int32))
 
 
@@ -133,22 +137,26 @@ def in_range(method: str, indices: jax.Array, size: int, has_padding: bool = Fal
 
 def real_numbers(name: str, value: object) -> jax.Array:
     """Returns real numbers as float32: for a NumPy array a NumPy copy, else a JAX array."""
+    # The conversion below takes 40 us for an array of JAX, and 15 us for one of NumPy.
     if isinstance(value, jax.Array) and value.dtype == jnp.float32 and not value.weak_type:
-        return value  # what follows takes 40 us
+        return value
     array: Any = value
     if type(value) is np.ndarray and value.dtype == _FLOAT32:
-        return array.copy()  # what follows takes 15 us between two compiled calls
+        return array.copy()
+    # Check that the numbers are real. NumPy takes spans of time for integers.
     is_host = type(value) is np.ndarray or isinstance(value, np.generic)
     array = np.array(value) if is_host else jnp.asarray(value)
     is_real = any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
-    if not is_real or array.dtype.kind == "m":  # NumPy's spans of time count as integers
+    if not is_real or array.dtype.kind == "m":
         raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}.")
-    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused later
+    # A number that is too large for float32 becomes infinite, and is refused later.
+    with np.errstate(over="ignore"):
         narrow = array.astype(jnp.float32)
     if array.dtype.itemsize <= 4:
         return narrow
+    # A positive number stays positive.
     where: Any = np.where if is_host else jnp.where
-    return where((array > 0) & (narrow == 0), _SMALLEST, narrow)  # it stays positive
+    return where((array > 0) & (narrow == 0), _SMALLEST, narrow)
 
 
 def given_numbers(name: str, value: Any) -> Any:
@@ -196,6 +204,7 @@ def write_mask(
     method: str, value: Any, time: tuple[int, ...], lead: tuple[int, ...], writer: Any
 ) -> jax.Array:
     """Returns a mask of rows, or of single items if the writer can write a part of a row."""
+    # A mask of items has an axis of environments; any other must be a mask of rows.
     each = (*time, *lead)
     if not lead or jnp.shape(value) != each:
         return mask(
@@ -222,7 +231,7 @@ def given_mask(method: str, value: Any, axes: int) -> None:
         )
 
 
-def together(name: str, writer: Any) -> None:
+def shared_clock(name: str, writer: Any) -> None:
     """Raises if the writer may write one environment without the others."""
     if writer.per_env:
         raise ValueError(
@@ -250,24 +259,20 @@ def priorities(value: object, shapes: list[tuple[int, ...]]) -> jax.Array:
             "vmap over the states too."
         )
     if array.shape not in shapes:
+        # TD errors between the rows of a window have one column too few.
+        mend = "Reduce the errors to that, such as jnp.abs(td_error)."
+        if array.shape in [(*shape[:-1], shape[-1] - 1) for shape in shapes[1:]]:
+            mend = (
+                "TD errors within a window are one row fewer than its rows, as the last one has no "
+                "next row there. Append a column: of zeros, jnp.pad(errors, ((0, 0), (0, 1))), "
+                "where priority_max_weight is 1, as they leave the maximum; else of the errors' "
+                f"mean. Or reduce them to {shapes[0]}."
+            )
         raise ValueError(
             f"update_priority: priorities: expected shape {' or '.join(map(str, shapes))}, one for "
-            f"each that was drawn, got {array.shape}. {_mend_priorities(array.shape, shapes)}"
+            f"each that was drawn, got {array.shape}. {mend}"
         )
     return array
-
-
-def _mend_priorities(shape: tuple[int, ...], shapes: list[tuple[int, ...]]) -> str:
-    """Returns advice for the error about priorities of a wrong shape."""
-    fewer = [(*want[:-1], want[-1] - 1) for want in shapes[1:]]
-    if shape not in fewer:
-        return "Reduce the errors to that, such as jnp.abs(td_error)."
-    return (
-        "TD errors within a window are one row fewer than its rows, as the last one has no next "
-        "row there. Append a column: of zeros, jnp.pad(errors, ((0, 0), (0, 1))), where "
-        "priority_max_weight is 1, as they leave the maximum; else of the errors' mean. Or reduce "
-        f"them to {shapes[0]}."
-    )
 
 
 def given_priorities(method: str, value: object, shape: tuple[int, ...]) -> jax.Array:
@@ -345,6 +350,7 @@ class ExpansionLimit:
             ValueError: the arrays are too large; the message has both numbers and the argument
                 that raises the limit.
         """
+        # Add up all arrays, as many small ones take as much memory as a large one.
         self._declared += declared
         most = max(self._max_expansion * self._stored, _ALWAYS)
         if self._declared > most:

@@ -21,9 +21,11 @@ def lazy(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in homes:
             hint = importlib.import_module("jrb._util.wording").hint(name, homes)
             raise AttributeError(f"module {module!r} has no attribute {name!r}.{hint}")
+        # The name is that of a submodule, or of something in its home.
         value = importlib.import_module(homes[name])
         if homes[name] != f"{module}.{name}":
             value = getattr(value, name)
+        # Later uses find the value without this function.
         setattr(sys.modules[module], name, value)
         return value
 

@@ -31,9 +31,8 @@ WIDE = frozenset("lLqQdDgG")
 """NumPy's letters for numbers of 64 bits and more."""
 
 _COMPONENTS: set[type] = set()
-_HASHES: dict[int, tuple[weakref.ref, int]] = {}  # hashes of living descriptions, by `id`
-
-# Descriptions.
+# The hashes of living descriptions by `id`, as a description has no attribute but its fields.
+_HASHES: dict[int, tuple[weakref.ref, int]] = {}
 
 
 @dataclass_transform(frozen_default=True)
@@ -51,29 +50,27 @@ def component(cls: type[T]) -> type[T]:
         check(self)
 
     def representation(self: Any) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in changed(self))
+        fields = ", ".join(f"{name}={value!r}" for name, value in changed_fields(self))
         return f"{type(self).__name__}({fields})"
 
     cls.__post_init__ = post_init  # pyright: ignore[reportAttributeAccessIssue]: of any class
-    if "__repr__" not in cls.__dict__:
-        cls.__repr__ = representation
+    cls.__repr__ = cls.__dict__.get("__repr__", representation)
     _COMPONENTS.add(cls)
     description = dataclasses.dataclass(frozen=True, repr=False)(cls)
     init, compute_hash = description.__init__, description.__hash__
 
     @functools.wraps(init)
-    def explained(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_with_hints(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             init(self, *args, **kwargs)
         except TypeError as error:
-            other = wording.wrong_arguments(type(self), error, kwargs)
-            if other is error:
+            better = wording.wrong_arguments(type(self), error, kwargs)
+            if better is error:
                 raise
-            raise other from None
+            raise better from None
 
-    def hashed_once(self: Any) -> int:
-        # Each call of a method outside `jit` needs the hash, and to compute it takes a pass over
-        # all fields of all parts. It is stored here, as a description has no attribute but fields.
+    def cached_hash(self: Any) -> int:
+        # Each call outside `jit` needs the hash, which takes a pass over all fields of all parts.
         entry = _HASHES.get(id(self))
         if entry is None or entry[0]() is not self:  # an interrupt may have stopped `forget`
             forget = functools.partial(_HASHES.pop, id(self))
@@ -81,8 +78,8 @@ def component(cls: type[T]) -> type[T]:
             _HASHES[id(self)] = entry
         return entry[1]
 
-    description.__init__ = explained
-    description.__hash__ = hashed_once  # pyright: ignore[reportAttributeAccessIssue]: the same
+    description.__init__ = init_with_hints
+    description.__hash__ = cached_hash  # pyright: ignore[reportAttributeAccessIssue]: the same
     return jax.tree_util.register_static(description)
 
 
@@ -92,6 +89,7 @@ def _check_static(owner: str, name: str, value: object) -> None:
             f"{owner}.{name}: expected a plain Python value, got an array of shape {value.shape}. "
             "A description is static: pass a number, or keep the array in a state or an argument."
         )
+    # JAX keeps compiled programs by the description, which therefore must hash.
     try:
         hash(value)
     except TypeError as error:
@@ -101,7 +99,7 @@ def _check_static(owner: str, name: str, value: object) -> None:
         ) from None
 
 
-def changed(description: Any) -> list[tuple[str, Any]]:
+def changed_fields(description: Any) -> list[tuple[str, Any]]:
     """Returns the fields of a description that differ from their defaults, and their values."""
     pairs = [(field, getattr(description, field.name)) for field in dataclasses.fields(description)]
     same = lambda value, default: type(value) is type(default) and value == default
@@ -111,9 +109,6 @@ def changed(description: Any) -> list[tuple[str, Any]]:
 def is_component(cls: Any) -> bool:
     """Returns True if a class was made a description by `component`."""
     return cls in _COMPONENTS
-
-
-# States.
 
 
 def static(*, default: Any) -> Any:
@@ -156,9 +151,10 @@ class State:
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
         fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]: made just now
-        fixed = [field.name for field in fields if field.metadata.get("static")]
-        arrays = sorted({field.name for field in fields} - set(fixed))
-        jax.tree_util.register_dataclass(cls, arrays, fixed)
+        static_names = [field.name for field in fields if field.metadata.get("static")]
+        # Sorted, so that the order of leaves does not depend on that of the fields.
+        array_names = sorted({field.name for field in fields} - set(static_names))
+        jax.tree_util.register_dataclass(cls, array_names, static_names)
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy of the state with some fields replaced.
@@ -166,10 +162,12 @@ class State:
         Raises:
             TypeError: the state has no field of a given name.
         """
-        state = object.__new__(type(self))  # `dataclasses.replace` costs ten times as much
+        # `dataclasses.replace` takes ten times as long.
+        state = object.__new__(type(self))
         fields = vars(state)
         fields.update(vars(self))
         fields.update(changes)
+        # A new name makes the dict longer: to compare lengths is the quickest check.
         if len(fields) != len(vars(self)):
             odd, names = sorted(changes.keys() - vars(self).keys()), sorted(vars(self))
             raise TypeError(f"{type(self).__name__}: expected fields {names}, got {odd}.")
@@ -207,30 +205,28 @@ class SpecKey:
         return self is other or (isinstance(other, SpecKey) and self._key == other._key)
 
 
-def mapped_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
+def map_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
     """Returns a state, or nested dicts and tuples of states, with all marked fields changed.
 
     `change` takes the mark, "cursor" or "tally", and the field's array, and returns the new array.
     """
 
-    def mapped(tree: PyTree) -> Any:
+    def map_tree(tree: PyTree) -> Any:
+        # Change the marked fields of a state, and descend into the others.
         if isinstance(tree, State):
             fields = {}
             for field in dataclasses.fields(tree):  # pyright: ignore[reportArgumentType]
                 value, mark = getattr(tree, field.name), field.metadata.get("mark")
                 if mark is None or value is None:
-                    fields[field.name] = mapped(value)
+                    fields[field.name] = map_tree(value)
                 else:
                     fields[field.name] = change(mark, value)
             return tree.replace(**fields)
         if type(tree) is dict:
-            return {name: mapped(entry) for name, entry in tree.items()}
-        return tuple(map(mapped, tree)) if type(tree) is tuple else tree
+            return {name: map_tree(entry) for name, entry in tree.items()}
+        return tuple(map(map_tree, tree)) if type(tree) is tuple else tree
 
-    return mapped(state)
-
-
-# Names of leaves.
+    return map_tree(state)
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -255,6 +251,7 @@ def unique_names(tree: PyTree) -> list[str]:
     """Returns the names of all leaves, made unique: the second leaf `x` is named `x#2`."""
     names: dict[str, None] = {}
     for name in leaf_names(tree):
+        # Count up, as a leaf may be named `x#2` itself.
         unique, number = name, 1
         while unique in names:
             number += 1
@@ -265,15 +262,13 @@ def unique_names(tree: PyTree) -> list[str]:
 
 def shown_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """Returns the names and leaves of a tree as they are displayed (see `State.shown`)."""
-    differs = lambda it: isinstance(it, State) and type(it).shown is not State.shown
+    has_own = lambda it: isinstance(it, State) and type(it).shown is not State.shown
     pairs = []
-    for path, it in jax.tree_util.tree_leaves_with_path(tree, is_leaf=differs):
-        inner = jax.tree_util.tree_leaves_with_path(it.shown() if differs(it) else it)
+    # Stop at states that are displayed as other pytrees, and descend into those instead.
+    for path, it in jax.tree_util.tree_leaves_with_path(tree, is_leaf=has_own):
+        inner = jax.tree_util.tree_leaves_with_path(it.shown() if has_own(it) else it)
         pairs += [(leaf_name((*path, *below)), leaf) for below, leaf in inner]
     return pairs
-
-
-# Specs.
 
 
 def spec_of(tree: PyTree, what: str) -> Any:
@@ -336,17 +331,19 @@ def check_like(
     `what` and `mend` begin and end the error message. `casts` is True if the buffer has `cast=True`
     and so has converted dtypes already, where it can.
     """
+    # Compare shapes and dtypes without making specs, as this runs at every call. JAX may narrow a
+    # dtype of 64 bits, so leaves with such a dtype are looked at below.
     check_structure(expected, got, what, mend)
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True)
     if all(
-        # JAX may narrow a dtype of 64 bits: those are looked at below.
         is_array(leaf)
         and getattr(leaf.dtype, "char", "") not in WIDE
         and leaf.dtype == want.dtype
         and tuple(leaf.shape) == (*lead, *want.shape)
         for want, leaf in pairs
     ):
-        return  # the quick way, as this runs at every call
+        return
+    # Find the first leaf that differs.
     leaves = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), leaf in zip(leaves, jax.tree.leaves(spec_of(got, what)), strict=True):
         where = f"{what}: leaf '{printable(leaf_name(path), '')}'"
@@ -367,6 +364,7 @@ def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None
     """Raises `ValueError` with the first difference unless both trees have the same structure."""
     if jax.tree.structure(expected) == jax.tree.structure(got):
         return
+    # Name the leaves that are missing or surplus; with equal names, only containers differ.
     want, have = leaf_names(expected), leaf_names(got)
     missing = sorted(set(want) - set(have))
     surplus = sorted(set(have) - set(want))
@@ -380,7 +378,7 @@ def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None
     raise ValueError(f"{what}: leaf '{first}': {text}. {mend}")
 
 
-def alike(one: PyTree, other: PyTree) -> bool:
+def are_alike(one: PyTree, other: PyTree) -> bool:
     """Returns True if two trees have the same structure, shapes and dtypes."""
     kinds = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
     return jax.tree.structure(one) == jax.tree.structure(other) and kinds(one) == kinds(other)
@@ -396,7 +394,7 @@ def dtype_of(thing: PyTree) -> Any:
     return getattr(thing, "dtype", None)
 
 
-def wide(leaf: jax.Array) -> jax.Array:
+def widen(leaf: jax.Array) -> jax.Array:
     """Returns a leaf as float32; unchanged if its dtype is float32 or a wider floating dtype."""
     is_wide = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
     return leaf if is_wide else leaf.astype(jnp.float32)

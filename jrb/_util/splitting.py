@@ -31,6 +31,7 @@ def counts(xp: Any, shares: Any, batch_size: int, slack: float = 1e-6) -> Any:
         batch_size: B.
         slack: a number at most this far below an integer counts as the integer.
     """
+    # Round down, and add one to the sources with the largest remainders until all B are given.
     exact = shares / xp.maximum(xp.sum(shares), 1e-30) * batch_size
     whole = xp.floor(exact + slack)
     rank = xp.argsort(xp.lexsort((whole - exact,)))  # a stable order, in both libraries
@@ -38,7 +39,7 @@ def counts(xp: Any, shares: Any, batch_size: int, slack: float = 1e-6) -> Any:
     return xp.where(rank < missing, whole + 1, whole).astype(np.int32)
 
 
-def alternating(xp: Any, source: Any, num_sources: int) -> Any:
+def alternate_sources(xp: Any, source: Any, num_sources: int) -> Any:
     """Returns the order in which sources alternate as evenly as their shares allow, int `[B]`.
 
     Args:
@@ -46,6 +47,7 @@ def alternating(xp: Any, source: Any, num_sources: int) -> Any:
         source: int32 `[B]`, the source of each entry.
         num_sources: K.
     """
+    # Number the entries of each source: 0.5, 1.5, ...
     is_from = source[:, None] == xp.arange(num_sources, dtype=np.int32)[None]
     number = xp.cumsum(is_from, axis=0, dtype=np.int32).astype(np.float32) - np.float32(0.5)
     total = xp.sum(is_from, axis=0, keepdims=True, dtype=np.int32).astype(np.float32)

@@ -77,6 +77,7 @@ def hint(name: str, names: Iterable[str] = ()) -> str:
     """Returns a sentence on what to use instead of an unknown name; "" if there is no hint."""
     if name in NAMES:
         return f" {name} is {NAMES[name]} here."
+    # Else the name may be misspelled.
     close = difflib.get_close_matches(name, names, 1)
     return f" Did you mean {close[0]}?" if close else ""
 
@@ -91,11 +92,12 @@ def refuse_attribute(thing: Any, name: str) -> NoReturn:
 def wrong_arguments(cls: type, error: TypeError, names: Iterable[str]) -> TypeError:
     """Returns an error about unknown arguments of a class; `error` itself if all are known."""
     fields = list(inspect.signature(cls).parameters)
-    odd = [name for name in names if name not in fields]
-    if not odd:
+    unknown = [name for name in names if name not in fields]
+    if not unknown:
         return error
-    mends = "".join(hint(name, fields) for name in odd)
-    return TypeError(f"{cls.__name__}: expected {', '.join(fields)}, got {', '.join(odd)}.{mends}")
+    mends = "".join(hint(name, fields) for name in unknown)
+    got = ", ".join(unknown)
+    return TypeError(f"{cls.__name__}: expected {', '.join(fields)}, got {got}.{mends}")
 
 
 def bytes_text(count: float) -> str:
@@ -115,6 +117,7 @@ def require(module: str, extra: str) -> ModuleType:
     """
     try:
         return importlib.import_module(module)
+    # The missing module may be one that `module` itself imports.
     except ModuleNotFoundError as error:
         package = (error.name or module).partition(".")[0]
         raise ModuleNotFoundError(
@@ -137,8 +140,10 @@ def printable(text: str, keep: str = "\n") -> str:
         text: any string.
         keep: characters that are not escaped; "" for a text of one line.
     """
+    # Most texts need no change.
     if text.isprintable() and not _INVISIBLE.search(text):
         return text
+    # Escape each hidden character as Python does.
     characters = []
     for character in text:
         is_hidden = unicodedata.category(character) in _HIDDEN or _INVISIBLE.match(character)
@@ -150,6 +155,7 @@ def printable(text: str, keep: str = "\n") -> str:
 
 def width_of(text: str) -> int:
     """Returns the columns of a terminal that a printable text takes."""
+    # East Asian wide characters take two columns, and combining ones none.
     widths = (1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
     return sum(widths) - sum(unicodedata.combining(character) > 0 for character in text)
 
@@ -165,6 +171,7 @@ def escaped_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # Change the errors in place, as their classes and tracebacks must stay.
         cause: BaseException | None = error
         while cause is not None:
             cause.args = printable_args(cause.args)

@@ -184,7 +184,7 @@ def delay_writes_until(state: T, token: jax.Array) -> T:
     def change(mark: str, value: jax.Array) -> jax.Array:
         return value + token.astype(value.dtype) if mark == "cursor" else value
 
-    return pytree.mapped_marks(state, change)
+    return pytree.map_marks(state, change)
 
 
 def emptied(state: T, token: jax.Array) -> T:
@@ -194,7 +194,7 @@ def emptied(state: T, token: jax.Array) -> T:
         zero = jnp.minimum(value, 0)
         return zero + token.astype(value.dtype) if mark == "cursor" else zero
 
-    return pytree.mapped_marks(state, change)
+    return pytree.map_marks(state, change)
 
 
 def hidden_zero(bits: jax.Array) -> jax.Array:

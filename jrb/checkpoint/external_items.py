@@ -378,7 +378,7 @@ def restored(
     # Arrays of items begin as zeros; all other arrays of the storage were saved, and are kept.
     items = set(map(id, jax.tree.leaves(buffer.storage.slotted(want.storage))))
     own, raws = iter(jax.tree.leaves(state.storage)), jax.tree.map(casting.raw_spec, want.storage)
-    zeros = lambda leaf, raw: casting.wrapped(jnp.zeros(raw.shape, raw.dtype), leaf.dtype)
+    zeros = lambda leaf, raw: casting.wrap_words(jnp.zeros(raw.shape, raw.dtype), leaf.dtype)
     zeros_or_saved = lambda leaf, raw: zeros(leaf, raw) if id(leaf) in items else next(own)
     storage = jax.tree.map(zeros_or_saved, want.storage, raws)
     names, specs = pytree.leaf_names(spec), jax.tree.leaves(spec)
@@ -394,7 +394,7 @@ def restored(
             for name, leaf, one in zip(names, leaves, specs, strict=True):
                 array = np.zeros((size, *leaf.shape[1:]), leaf.dtype)
                 array[:count] = leaf[which]
-                values[name] = casting.wrapped(jnp.asarray(array), one.dtype)
+                values[name] = casting.wrap_words(jnp.asarray(array), one.dtype)
             index = tuple(np.unravel_index(number, want.edits.shape)) if want.edits.ndim else ()
             storage = _put(buffer, storage, state.writer, index, jnp.asarray(padded), values)
     storage = storage if device is None else jax.device_put(storage, device)

@@ -220,7 +220,7 @@ def _read(
     for name, leaf in schema.by_name(specs).items():
         # A copy: JAX may use the memory of NumPy's array in place, and the state may be donated.
         raw = jnp.array(_array(file, f"state/{name}", leaf, [()]), copy=True)
-        arrays.append(casting.wrapped(raw, leaf.dtype))
+        arrays.append(casting.wrap_words(raw, leaf.dtype))
     parts = schema.with_trees(want, jax.tree.unflatten(jax.tree.structure(specs), arrays))
     state = _replayed(file, buffer, spec, about, parts["writer"])
     state = state.replace(**parts, ring=buffer.ring)
@@ -295,7 +295,7 @@ def _replayed(
         state = state.replace(writer=state.writer.replace(cursor=first))
     for piece in pieces(np.arange(rows), pytree.nbytes(spec) * target.ring.envs):
         leaves = [
-            casting.wrapped(jnp.asarray(array[piece]), leaf.dtype)
+            casting.wrap_words(jnp.asarray(array[piece]), leaf.dtype)
             for array, leaf in zip(arrays, specs, strict=True)
         ]
         if target.num_envs is None:

@@ -168,9 +168,11 @@ def load_with_cast(
         slots = external_items.in_order(saved.buffer, wide.writer)
         items = external_items.Items(saved).take(slots)
         state = external_items.without(saved.buffer, saved.state)
-    narrow = lambda leaf: leaf if casting.is_keys(leaf.dtype) else casting.kept(leaf, "load")
+    narrow = lambda leaf: (
+        leaf if casting.is_keys(leaf.dtype) else casting.cast_for_jax(leaf, "load")
+    )
     spec = jax.tree.map(narrow, saved.spec)
-    leaves = jax.tree.leaves(casting.kept(items, "load"))
+    leaves = jax.tree.leaves(casting.cast_for_jax(items, "load"))
     buffer = schema.loadable(buffer, given and not schema.is_at(path, buffer))
     parts = external_items.in_parts(np.arange(len(slots)), pytree.nbytes(spec))
     pieces = ((slots[part], [leaf[part] for leaf in leaves]) for part in parts)
@@ -256,7 +258,7 @@ def _restored(checkpoint: OpenedCheckpoint, want: BufferState, device: Device) -
         # Aligned, so that XLA takes this memory on the host without a copy.
         array = aligned(raw.shape, raw.dtype)
         checkpoint.fill(name, array)
-        placed.append(casting.wrapped(memory.placed(array, device), leaf.dtype))
+        placed.append(casting.wrap_words(memory.placed(array, device), leaf.dtype))
     return schema.with_trees(want, jax.tree.unflatten(jax.tree.structure(specs), placed))
 
 
@@ -348,4 +350,4 @@ def _extra_leaf(saved: OpenedCheckpoint, name: str, example: Any) -> Any:
     if isinstance(example, np.ndarray | np.generic):
         return array if isinstance(example, np.ndarray) else array[()]
     device = example.sharding if compat.is_committed(example) else None
-    return jax.device_put(casting.wrapped(jnp.asarray(array), spec.dtype), device)
+    return jax.device_put(casting.wrap_words(jnp.asarray(array), spec.dtype), device)

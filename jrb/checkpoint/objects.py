@@ -161,5 +161,5 @@ def _restored_array(
             f"load: expected a program that keeps {raw.dtype}, as an object was saved in one, "
             "got one that does not. Set jax_enable_x64."
         )
-    array = casting.wrapped(array, dtype)
+    array = casting.wrap_words(array, dtype)
     return array if device is None else jax.device_put(array, device)

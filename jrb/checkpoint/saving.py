@@ -56,7 +56,7 @@ def extra_arrays(extra: Item) -> dict[str, Any] | None:
         raw = casting.raw(array)
         if isinstance(raw, jax.Array) and not (raw.is_fully_addressable or raw.is_fully_replicated):
             raw = multihost_utils.process_allgather(raw, tiled=True)  # which all processes call
-            array = casting.wrapped(raw, array.dtype)
+            array = casting.wrap_words(raw, array.dtype)
         arrays[EXTRA + name] = array
     return arrays
 

@@ -340,7 +340,7 @@ def facts_of_any() -> dict[str, Any]:
 def text_of(buffer: Any) -> str:
     """Returns a description as code, with functions as their names."""
     # Python shows functions with their addresses, which differ from program to program.
-    return re.sub(r"<(?:function|bound method) (\S+).*?>", r"\1", display.laid_out(buffer))
+    return re.sub(r"<(?:function|bound method) (\S+).*?>", r"\1", display.format_code(buffer))
 
 
 # What a file says of a buffer, and the items that it holds.

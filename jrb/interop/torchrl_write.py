@@ -123,7 +123,7 @@ def _check_target(path: str | os.PathLike[str]) -> str:
 def _rows_to_write(buffer: ReplayBuffer, state: BufferState) -> DumpRows:
     """Returns the rows to write: all in their order if the ring is full, else oldest first."""
     ring = buffer.ring
-    checks.together("write_torchrl", buffer.writer)
+    checks.shared_clock("write_torchrl", buffer.writer)
     held = buffer.writer.held(ring, state.writer)
     first, count = int(held.first[0]) // ring.envs, int(held.size) // ring.envs
     if int(held.size) % ring.envs:

@@ -77,8 +77,6 @@ def serve(
             and learners wait for each other; the message says what to do.
     """
     library = ray()
-    if limits is not None and not isinstance(limits, SampleToInsert):
-        raise TypeError(f"limits: expected jrb.limits.SampleToInsert(...), got {limits!r}.")
     setup = Setup(
         buffer=buffer,
         spec=setups.spec_of_example(buffer, example),

@@ -165,7 +165,7 @@ class Server:
                 for part in (mask, priorities)
             )
         start, structure = 0, jax.tree.structure(self._setup.spec)
-        for size in streams.split_length(length, self._lengths):
+        for size in streams.pieces(length, self._lengths):
             part = slice(start, start + size)
             items = jax.tree.unflatten(structure, [leaf[part] for leaf in leaves])
             options = [None if each is None else each[part] for each in (mask, priorities)]

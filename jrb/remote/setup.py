@@ -133,6 +133,8 @@ def check_setup(setup: Setup) -> None:
 
 def check_limits(setup: Setup, limits: SampleToInsert | None) -> tuple[int, str]:
     """Returns how many items are needed before the first draw, and for what; raises if never."""
+    if limits is not None and not isinstance(limits, SampleToInsert):
+        raise TypeError(f"limits: expected jrb.limits.SampleToInsert(...), got {limits!r}.")
     buffer, width = setup.buffer, setup.streams * (setup.buffer.num_envs or 1)
     sampler, batch_size, rows = buffer.sampler, buffer.batch_size or 1, buffer.unit.anchor_rows
     starts = batch_size if isinstance(sampler, WithoutReplacement) and sampler.drop_last else 1
@@ -143,6 +145,7 @@ def check_limits(setup: Setup, limits: SampleToInsert | None) -> tuple[int, str]
         raise ValueError(
             f"capacity: expected {needs[0]} or more items for {needs[1]}, got {buffer.capacity}."
         )
+    # Chunks and batches must fit between the bounds, and a queue cannot give an item twice.
     if limits is not None:
         needs = max(needs, (limits.min_size, "min_size of the limits"))
         gate.check_sizes(limits, needs, buffer.num_envs or 1, batch_size)
@@ -159,7 +162,7 @@ def spec_of_example(buffer: ReplayBuffer, example: Item) -> Item:
     if not isinstance(buffer, ReplayBuffer):
         raise TypeError(f"serve: expected a ReplayBuffer, got {type(buffer).__name__}.")
     example = casting.arrays(example, "serve")
-    spec = spec_of(casting.kept(example, "serve") if buffer.cast else example, "serve")
+    spec = spec_of(casting.cast_for_jax(example, "serve") if buffer.cast else example, "serve")
     for name, leaf in zip(leaf_names(spec), jax.tree.leaves(spec), strict=True):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
@@ -187,7 +190,7 @@ def convert_items(setup: Setup, items: Item) -> list[np.ndarray]:
     """Returns the leaves of items as checked NumPy arrays, without using a JAX device."""
     # Cast the items to the dtypes of the buffer, if it casts.
     items, casts = casting.arrays(items, "extend"), setup.buffer.cast
-    items = casting.kept(items, "extend") if casts else items
+    items = casting.cast_for_jax(items, "extend") if casts else items
     lead = (checks.length(items), *setup.lead)
     if casts:
         items = casting.to_spec(setup.spec, items, "extend")

@@ -134,7 +134,7 @@ def _to_stored(buffer: ReplayBuffer, items: Item) -> Any:
     return items
 
 
-def split_length(length: int, lengths: set[int]) -> list[int]:
+def pieces(length: int, lengths: set[int]) -> list[int]:
     """Returns the lengths of the pieces in which `length` timesteps are written.
 
     A write is compiled for each length. The first few lengths are used as they are and added to

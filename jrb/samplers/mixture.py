@@ -136,7 +136,7 @@ class Mixture(Sampler):
             )
             draws.append(drawn.replace(weights=_weights(sampler, drawn, anchors, beta)))
         source = np.repeat(np.arange(len(self.samplers), dtype=np.int32), counts)
-        order = splitting.alternating(np, source, len(self.samplers))
+        order = splitting.alternate_sources(np, source, len(self.samplers))
         drawn = jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[order], *draws)
         drawn = self._normalized(drawn.replace(sampler=jnp.asarray(source[order])))
         return state.replace(states=tuple(states)), drawn

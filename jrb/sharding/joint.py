@@ -1,6 +1,7 @@
 """The methods of a sharded buffer on one device, for the shards that it has.
 
-Each function gets `LocalShards`, hashable arguments, and the arrays of these shards (see
+Except for `call_method`, a function has the name of the method that calls it. Each
+function gets `LocalShards`, hashable arguments, and the arrays of these shards (see
 `jrb.sharding.mesh.run`). Each shard draws its part of the batch from its own anchors. One
 `all_gather` then exchanges the statistics of all shards (`ShardStats`), from which every shard
 computes probabilities and weights over the items of all shards.
@@ -25,24 +26,22 @@ from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Draw, ShardedSampler, ShardStats
 
 _LEAST, _MOST = 1e-36, 3e38  # of probabilities that are raised to a power, and of weights
-_TINY = float(np.finfo(np.float32).tiny)  # a weight of 0 is for entries that are masked
+_TINY = float(np.finfo(np.float32).tiny)
 
 
-def blank(
-    shards: LocalShards, part: Buffer, structure: Any, leaves: tuple[Any, ...]
-) -> BufferState:
+def init(shards: LocalShards, part: Buffer, structure: Any, leaves: tuple[Any, ...]) -> BufferState:
     """Returns empty states for items of this structure and these specs of leaves."""
     spec = jax.tree.unflatten(structure, leaves)
 
-    def blank(number: jax.Array) -> BufferState:
+    def make_state(number: jax.Array) -> BufferState:
         # Reservoirs of different shards must not make the same choices.
         state = validate.blank(part, spec)
         return state.replace(writer=part.writer.in_shard(state.writer, number))
 
-    return jax.vmap(blank)(shards.numbers)
+    return jax.vmap(make_state)(shards.numbers)
 
 
-def each(
+def call_method(
     shards: LocalShards,
     part: Buffer,
     method: Callable[..., Any],
@@ -72,15 +71,15 @@ def each(
         arguments = tuple(tree if cut is None else shards.split(tree, cut) for tree, cut in pairs)
 
     def call(state: BufferState, number: jax.Array, *args: PyTree) -> Any:
-        # Each shard gets the sample's entries of its part; only those with its number are its own.
-        own = []
+        # A user may have changed the order of a sample: mask entries that another shard drew.
+        own_args = []
         for arg in args:
-            if isinstance(arg, Sample):  # entries that another shard drew are masked
+            if isinstance(arg, Sample):
                 is_own = arg.info["shard"] == number
                 shape = (-1, *(1,) * (arg.mask.ndim - 1))
                 arg = arg.replace(mask=arg.mask & is_own.reshape(shape))
-            own.append(arg)
-        return method(part, state, *options, *own)
+            own_args.append(arg)
+        return method(part, state, *options, *own_args)
 
     # One program for all shards of a device, whatever their number.
     result = jax.vmap(call, (0, 0, *cuts))(states, shards.numbers, *arguments)
@@ -148,27 +147,29 @@ def draw(
         key: the same for all shards.
         beta: the exponent of the importance weights; None for the sampler's.
     """
-    # By the number of the shard, so that draws do not depend on the devices.
+    # Choose anchors in each shard, with a key of its own that does not depend on the devices.
     keys = jax.vmap(lambda number: random_bits.fold_in(key, number))(shards.numbers)
     choose = functools.partial(steps.choose, part, batch_size=batch_size, beta=beta)
     samplers, draws = jax.vmap(choose)(states, keys)  # draws have arrays [s, b]
-    own = jax.vmap(lambda state: steps.shard_stats(part, state))(states)
-    if own is not None:  # else the sampler has no weights, as each shard uses up its own anchors
-        every = shards.all_gather(own)
-        own_sampler: Any = part.sampler  # a ShardedSampler, as it has stats
-        # Four numbers a shard, in one message, make each draw a part of one from all shards.
-        draws = weighted(own_sampler, draws, own, every, beta, shards)
-        sync = lambda state, _: own_sampler.sync_shards(state, every)
+    # Make each draw a part of one from all shards. Samplers that consume have no such numbers.
+    stats = jax.vmap(lambda state: steps.shard_stats(part, state))(states)
+    if stats is not None:
+        all_stats = shards.all_gather(stats)
+        sampler: Any = part.sampler  # a ShardedSampler, as it has stats
+        draws = weigh_draws(sampler, draws, stats, all_stats, beta, shards)
+        sync = lambda state, _: sampler.sync_shards(state, all_stats)
         samplers = jax.vmap(sync)(samplers, shards.numbers)  # its state may have no arrays
+    # Mask everything if all shards together hold too few items.
     if min_size is not None:
-        enough = size(shards, part, states) >= min_size
-        samplers, draws = steps.if_enough(enough, states.sampler, samplers, draws)
+        has_enough = size(shards, part, states) >= min_size
+        samplers, draws = steps.if_enough(has_enough, states.sampler, samplers, draws)
 
     def finish(state: BufferState, sampler: Any, draw: Any, key: jax.Array) -> Any:
         sampler, draw = steps.counted(part, sampler, draw)
         sample = steps.assemble(part, state, draw, key)
         return steps.wait(part, state.replace(sampler=sampler), sample), sample
 
+    # Read the items, and join the parts of the shards of this device.
     states, samples = jax.vmap(finish)(states, samplers, draws, keys)
     shard = jnp.broadcast_to(shards.numbers[:, None], samples.indices.shape)
     samples = samples.replace(info={**samples.info, "shard": shard}, origin=origin)
@@ -177,11 +178,11 @@ def draw(
     return states if returns == "state" else states.sampler, merge_shards(samples)
 
 
-def weighted(
+def weigh_draws(
     sampler: ShardedSampler,
     draws: Draw,
-    own: ShardStats,
-    every: ShardStats,
+    stats: ShardStats,
+    all_stats: ShardStats,
     beta: jax.Array | None,
     shards: LocalShards,
 ) -> Draw:
@@ -195,29 +196,31 @@ def weighted(
     Args:
         sampler: the sampler of a shard.
         draws: arrays `[s, b]`, with probabilities among the anchors of the shard.
-        own: the stats of these shards, arrays `[s]`.
-        every: the stats of all shards, arrays `[S]`.
+        stats: the statistics of these shards, arrays `[s]`.
+        all_stats: the statistics of all shards, arrays `[S]`.
         beta: the exponent of the importance weights; None for the sampler's.
         shards: the shards of this device.
     """
     # Computed alike in every shard and on any number of devices: sums by pairs, one inverse.
-    power, num_shards = sampler.exponent(beta), len(every.mass)
-    anchors = _pairwise_sum(every.num_anchors.astype(jnp.float32))
+    power, num_shards = sampler.exponent(beta), len(all_stats.mass)
+    anchors = _pairwise_sum(all_stats.num_anchors.astype(jnp.float32))
     # Multiplied by the inverse, as XLA may round one quotient in two ways in two programs.
-    inverse = 1 / jnp.maximum(_pairwise_sum(every.mass), _TINY)
-    own_part, parts = own.mass * inverse, every.mass * inverse  # M_s / M
+    inverse = 1 / jnp.maximum(_pairwise_sum(all_stats.mass), _TINY)
+    share, all_shares = stats.mass * inverse, all_stats.mass * inverse  # M_s / M
 
+    # Compute the probabilities among all anchors, and the weights before normalization.
     relative = lambda probability: jnp.maximum(anchors * probability, _LEAST) ** -power
-    probabilities = draws.probabilities * own_part[:, None]
+    probabilities = draws.probabilities * share[:, None]
     # A shard without mass draws anything, which is masked: the others weigh more for it.
-    mask = draws.mask & (own_part > 0)[:, None]
-    weights = jnp.minimum(num_shards * own_part[:, None] * relative(probabilities), _MOST)
+    mask = draws.mask & (share > 0)[:, None]
+    weights = jnp.minimum(num_shards * share[:, None] * relative(probabilities), _MOST)
+    # Divide by the largest weight in the batch, or by the largest that any anchor could get.
     if sampler.normalize == "batch":
         weights = weights * (1 / jnp.maximum(shards.max(jnp.where(mask, weights, 0.0)), _TINY))
     elif sampler.normalize == "buffer":
-        # By the weight of the least likely anchor of any shard.
-        greatest = num_shards * parts * relative(every.min_mass * inverse)
-        weights = weights * (1 / jnp.max(jnp.where(parts > 0, greatest, _TINY)))
+        greatest = num_shards * all_shares * relative(all_stats.min_mass * inverse)
+        weights = weights * (1 / jnp.max(jnp.where(all_shares > 0, greatest, _TINY)))
+    # A weight of 0 is for masked entries only.
     return draws.replace(
         probabilities=jnp.where(mask, probabilities, 0.0),
         weights=jnp.where(mask, jnp.maximum(weights, _TINY), 0.0),
@@ -228,7 +231,8 @@ def weighted(
 def _pairwise_sum(numbers: jax.Array) -> jax.Array:
     """Returns the sum of `[S]`, added by pairs, so that all programs round it alike."""
     while numbers.size > 1:
-        # The order of additions is that of the shards, on any number of devices.
+        # The order of additions is that of the shards, on any number of devices: pad with a zero
+        # to an even number, and add neighbours.
         even = jnp.pad(numbers, (0, numbers.size % 2))
         numbers = even[0::2] + even[1::2]
     return numbers[0]

@@ -48,6 +48,7 @@ class Layout:
         Raises:
             ValueError: the mesh has no such axis, or its length does not divide S.
         """
+        # Without a mesh of the layout, take the one that is set around the call.
         mesh = self.mesh
         if mesh is None:
             mesh = jax.sharding.get_abstract_mesh() if compat.HAS_MESH_IN_TYPES else None
@@ -99,8 +100,10 @@ class LocalShards:
         # All fields have 32 bits: as words they are sent in one message instead of four.
         words = jnp.stack([lax.bitcast_convert_type(leaf, jnp.int32) for leaf in leaves], axis=1)
         columns = lax.all_gather(words, self.axis, tiled=True).T
-        pairs = zip(columns, leaves, strict=True)
-        return structure.unflatten(lax.bitcast_convert_type(it, leaf.dtype) for it, leaf in pairs)
+        return structure.unflatten(
+            lax.bitcast_convert_type(column, leaf.dtype)
+            for column, leaf in zip(columns, leaves, strict=True)
+        )
 
     def max(self, numbers: jax.Array) -> jax.Array:
         """Returns the greatest number of all shards, `[]`."""
@@ -118,7 +121,7 @@ class LocalShards:
     def split(self, tree: PyTree, axis: int) -> Any:
         """Splits an axis of leaves: `[..., s * k, ...]` becomes `[..., s, k, ...]`."""
 
-        def split(leaf: Any) -> jax.Array:
+        def split_leaf(leaf: Any) -> jax.Array:
             leaf = jnp.asarray(leaf)
             shape, count = leaf.shape, self.numbers.size
             if shape[axis : axis + 1] == () or shape[axis] % count:
@@ -128,7 +131,7 @@ class LocalShards:
                 )
             return leaf.reshape(*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :])
 
-        return jax.tree.map(split, tree)
+        return jax.tree.map(split_leaf, tree)
 
 
 def merge_shards(tree: PyTree) -> Any:
@@ -157,15 +160,18 @@ def run(
         out: the axis of the result that is cut over shards.
         arrays: the array arguments, pytrees or None.
     """
+    # Inside the user's `jax.shard_map`, the arrays are parts already.
     if layout.is_inside():
         return _call(layout, body, static, layout.devices() or 1, *arrays)
+    # Else a compiled function cuts them over the mesh.
     limits = compiling.current_limits()
     return _compiled_run(owner)(layout, body, static, cuts, out, limits, arrays)
 
 
 @compiling.kept_by_description
 def _compiled_run(owner: Hashable) -> Any:
-    # JAX keeps the programs of a function as long as the function: of `_run` itself, for ever.
+    # JAX keeps the programs of a function as long as the function. Those of `_run` would stay for
+    # ever; those of a partial go with the owner.
     return jax.jit(functools.partial(_run), static_argnums=(0, 1, 2, 3, 4, 5))
 
 

@@ -109,14 +109,15 @@ class Sharded:
     axis: str = "data"
 
     def __repr__(self) -> str:
-        return display.laid_out(self)
+        return display.format_code(self)
 
     def _repr_html_(self) -> str:
         return display.tree_html(self)
 
     def __reduce__(self) -> Any:
+        # Devices cannot be pickled: keep the numbers of those of the mesh.
         named = None
-        if self.mesh is not None:  # without its devices, which cannot be pickled
+        if self.mesh is not None:
             ids = np.vectorize(lambda device: device.id, otypes=[int])(self.mesh.devices).tolist()
             platform = self.mesh.devices.flat[0].platform
             named = platform, ids, tuple(self.mesh.axis_names), self.mesh.axis_types
@@ -127,6 +128,7 @@ class Sharded:
             raise TypeError(f"buffer: expected a ReplayBuffer, got {self.buffer!r}.")
         if not (self.mesh is None or isinstance(self.mesh, jax.sharding.Mesh)):
             raise TypeError(f"mesh: expected a jax.sharding.Mesh or None, got {self.mesh!r}.")
+        # Check that everything can be divided among the shards.
         checks.count("shards", self.shards)
         object.__setattr__(self, "shards", int(self.shards))
         self._check_divides("num_envs", self.buffer.num_envs or 1)
@@ -137,7 +139,8 @@ class Sharded:
                 "transforms: expected none with a state, as each shard would learn another, got "
                 f"{transforming.learning(self.buffer.transforms)[0]!r}. Let the learner do it."
             )
-        if on_host(self.part):  # to make the part raises for what cannot be cut
+        # To make the part raises for what cannot be cut.
+        if on_host(self.part):
             raise ValueError(
                 f"storage: expected jrb.DeviceStorage(), got {self.buffer.storage!r}. Use one "
                 "buffer per process, or jrb.remote.serve(buffer, example, streams=k, shards=k)."
@@ -173,9 +176,7 @@ class Sharded:
     def init(self, example: Item) -> Any:
         """Returns empty states, arrays `[S, ...]`, cut over the axis: see `ReplayBuffer.init`."""
         leaves, structure = jax.tree.flatten(self.part._stored_spec(example))
-        return _run(
-            self, self.layout, joint.blank, (self.part, structure, tuple(leaves)), (), 0, ()
-        )
+        return _run(self, self.layout, joint.init, (self.part, structure, tuple(leaves)), (), 0, ())
 
     def nbytes(self, example: Item, where: Memory = None) -> int:
         """Returns the bytes that `init(example)` allocates in all shards: see `ReplayBuffer`."""
@@ -205,7 +206,8 @@ class Sharded:
         self, name: str, axis: int, state: BufferState, items: Item, mask: Any, priorities: Any
     ) -> Any:
         """Writes items that have an axis of environments, `axis`."""
-        items = casting.accepted(items, name, self.buffer.cast)
+        # Check that the items have all environments.
+        items = casting.accept_items(items, name, self.buffer.cast)
         if self.buffer.num_envs is not None:
             # Inside a `jax.shard_map`, each device passes its own environments.
             devices = (self.layout.devices() or 1) if self.layout.is_inside() else 1
@@ -217,6 +219,7 @@ class Sharded:
                         f"{name}: leaf '{pytree.leaf_name(path)}': expected axis {axis} to have "
                         f"{envs} environments, got shape {shape}. Give those of all shards."
                     )
+        # Pad the timesteps of an `extend`, so that few lengths are compiled, and write.
         priorities = checks.given_numbers(f"{name}: priorities", priorities)
         lengths = contextlib.nullcontext((items, mask, priorities))
         if name == "extend":
@@ -272,6 +275,7 @@ class Sharded:
         moves: bool = True,
     ) -> tuple[Any, Sample]:
         """Does `draw`, or `sample` unless `moves`; if `quiet`, there may be nothing to draw."""
+        # Outside `jit`, raise if there is nothing to draw.
         self._check_state(state)
         count, beta = draw_arguments(self.batch_size, key, batch_size, beta)
         self._check_divides("batch_size", count)
@@ -279,17 +283,19 @@ class Sharded:
         if not (quiet or in_program):
             can_sample = self.can_sample(state)
             if not eager.is_traced(can_sample) and not can_sample:
-                count = self.part, steps.num_anchors, (), (), False, True
-                anchors = jnp.sum(_run(self, self.layout, joint.each, count, (0,), 0, (state,)))
-                text = eager.explain_no_draw(self.buffer, int(self.size(state)), int(anchors))
+                static = self.part, steps.num_anchors, (), (), False, True
+                counts = _run(self, self.layout, joint.call_method, static, (0,), 0, (state,))
+                size, anchors = int(self.size(state)), int(jnp.sum(counts))
+                text = eager.explain_no_draw(self.buffer, size, anchors)
                 raise ValueError(f"sample: {text}")
+        # A compiled function copies the items that it returns, so it returns no more than changes.
         returns = ("state" if in_program else "sampler") if moves else "sample"
         static = self.part, count // self.shards, self.buffer.min_size, self._origin, returns
         cuts, out = (0, None, None), (0, 0) if moves else 0
-        drawn = _run(self, self.layout, joint.draw, static, cuts, out, (state, key, beta))
+        result = _run(self, self.layout, joint.draw, static, cuts, out, (state, key, beta))
         if not moves:
-            return state, drawn
-        after, batch = drawn
+            return state, result
+        after, batch = result
         return after if in_program else state.replace(sampler=after), batch
 
     def update_priority(
@@ -326,7 +332,7 @@ class Sharded:
             where: a `Sample`; slots of each shard, int32 `[S, K]`; or `...` for all.
             values: some of the leaves, `[B, ...]`, `[S, K, ...]`, or `[S, N / S, ...]` for `...`.
         """
-        values = casting.accepted(values, "set", self.buffer.cast)
+        values = casting.accept_items(values, "set", self.buffer.cast)
         if where is ...:
             return self._call("set", state, (values, 0), options=(...,), splits=False)
         splits = isinstance(where, Sample)
@@ -418,8 +424,8 @@ class Sharded:
         """
         num_shards = self.shards
         leaves, structure = jax.tree.flatten(state)
-        # Large arrays, whose shards are copied only when they are read.
-        items = set(map(id, jax.tree.leaves(state.storage)))
+        # The items are large: their shards are copied only when they are read.
+        item_ids = set(map(id, jax.tree.leaves(state.storage)))
         parts = []
         for leaf in leaves:
             if not np.ndim(leaf) or np.shape(leaf)[0] != num_shards:
@@ -427,7 +433,7 @@ class Sharded:
                     f"expected a state of {num_shards} shards, arrays [{num_shards}, ...], got one "
                     f"with an array of shape {np.shape(leaf)}."
                 )
-            parts.append(_shards_of(leaf, id(leaf) in items))
+            parts.append(_shards_of(leaf, id(leaf) in item_ids))
         # A process of several has some shards of each array, and may have small arrays whole.
         numbers = sorted(set.intersection(*map(set, parts)))
         return {
@@ -448,11 +454,12 @@ class Sharded:
         groups = self.layout.groups()
 
         def join_leaf(*leaves: Any) -> jax.Array:
-            own = dict(zip(states, leaves, strict=True))
+            by_number = dict(zip(states, leaves, strict=True))
+            # Stack the shards of each device there; a single one only gets an axis.
             pieces = []
             for device, numbers in groups.items():
-                placed = [jax.device_put(own[number], device) for number in numbers]
-                pieces.append(_with_axis(placed[0]) if len(placed) == 1 else jnp.stack(placed))
+                parts = [jax.device_put(by_number[number], device) for number in numbers]
+                pieces.append(_add_axis(parts[0]) if len(parts) == 1 else jnp.stack(parts))
             shape = (self.shards, *leaves[0].shape)
             return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
@@ -482,13 +489,14 @@ class Sharded:
         `pairs` are the array arguments, each with its axis that is cut over shards; `options` are
         other arguments. If `splits` is False, arrays have an axis of shards already.
         """
+        # Outside `jit`, a compiled function copies all that it returns: leave out unchanged items.
         self._check_state(state)
         method, returns_items = _METHODS[name], True
         if method.changes and not self._is_in_program(state, pairs):
-            # Outside `jit`, all that a compiled function returns is copied.
             returns_items = method.changes == "items"
             if returns_items:
                 warn_of_copies(self, state, 5 if name in ("add", "extend") else 4)
+        # Check that samples are of this buffer; the compiled function gets them without the origin.
         arguments = []
         for argument, _ in pairs:
             if isinstance(argument, Sample):
@@ -499,13 +507,13 @@ class Sharded:
                 check_origin(name, argument, self._origin)
                 argument = argument.replace(origin=None)
             arguments.append(casting.copy_array(argument))
-        # A buffer without environments writes the same rows to each shard.
+        # Cut the arguments. A buffer without environments writes the same rows to each shard.
         is_shared = self.buffer.num_envs is None and method.per_env
         cuts = tuple(None if argument is None or is_shared else cut for argument, cut in pairs)
         call = getattr(ReplayBuffer, name)
         static = self.part, call, options, cuts, splits, returns_items
         arrays = (state, *arguments)
-        result = _run(self, self.layout, joint.each, static, (0, *cuts), method.out, arrays)
+        result = _run(self, self.layout, joint.call_method, static, (0, *cuts), method.out, arrays)
         return result if returns_items else result.replace(storage=state.storage)
 
     def _is_in_program(self, *arguments: PyTree) -> bool:
@@ -528,12 +536,12 @@ class Sharded:
 
 @kept_by_description
 def _part_of(sharded: Sharded) -> ReplayBuffer:
-    whole, shards, sampler = sharded.buffer, sharded.shards, sharded.buffer.sampler
+    buffer, shards, sampler = sharded.buffer, sharded.shards, sharded.buffer.sampler
     return dataclasses.replace(
-        whole,
-        capacity=whole.capacity // shards,
-        num_envs=whole.num_envs and whole.num_envs // shards,
-        batch_size=whole.batch_size and whole.batch_size // shards,
+        buffer,
+        capacity=buffer.capacity // shards,
+        num_envs=buffer.num_envs and buffer.num_envs // shards,
+        batch_size=buffer.batch_size and buffer.batch_size // shards,
         sampler=sampler.for_shard(shards) if isinstance(sampler, ShardedSampler) else sampler,
         min_size=None,
     )
@@ -548,6 +556,7 @@ def _unpickled(buffer: ReplayBuffer, shards: int, named: Any, axis: str) -> Shar
     if named is None:
         return Sharded(buffer, shards, None, axis)
     platform, ids, names, types = named
+    # Look up the devices of the mesh by their numbers.
     try:
         devices = {device.id: device for device in jax.devices(platform)}
     except RuntimeError:  # no such platform
@@ -576,19 +585,21 @@ def _shards_of(leaf: Leaf, is_large: bool) -> dict[int, Any]:
     if isinstance(leaf, np.ndarray):
         return dict(enumerate(leaf))
     shards = {}
+    # Each piece is on one device, and has the shards from `first` on.
     for piece in leaf.addressable_shards:
         array, first = piece.data, piece.index[0].start or 0
-        for place in range(array.shape[0]):
+        for index in range(array.shape[0]):
             if casting.is_keys(array.dtype):
-                shard = array[place]
+                shard = array[index]
             elif memory.on_host(array):
-                shard = np.asarray(array)[place]
+                shard = np.asarray(array)[index]
             else:
-                shard = memory.Part(array, place) if is_large else array[place]
-            shards.setdefault(first + place, shard)
+                shard = memory.Part(array, index) if is_large else array[index]
+            # Devices of a mesh with further axes have copies of the same shards.
+            shards.setdefault(first + index, shard)
     return shards
 
 
 @jax.jit
-def _with_axis(leaf: jax.Array) -> jax.Array:
+def _add_axis(leaf: jax.Array) -> jax.Array:
     return leaf[None]

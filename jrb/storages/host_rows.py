@@ -84,7 +84,7 @@ class RowsSpec:
     def items(self, leaves: list[Any]) -> Item:
         """Returns the items made of these leaves, with PRNG keys wrapped again."""
         specs, structure = jax.tree.flatten(self.spec)
-        wrap = lambda leaf, spec: casting.wrapped(leaf, spec.dtype)
+        wrap = lambda leaf, spec: casting.wrap_words(leaf, spec.dtype)
         return jax.tree.unflatten(structure, map(wrap, leaves, specs))
 
 

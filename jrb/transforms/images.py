@@ -136,7 +136,7 @@ class Resize(ImageTransform):
     def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
         shape = list(leaf.shape)
         shape[axes[0]], shape[axes[1]] = self.height, self.width
-        return _rounded(jax.image.resize(pytree.wide(leaf), shape, self.method), leaf.dtype)
+        return _rounded(jax.image.resize(pytree.widen(leaf), shape, self.method), leaf.dtype)
 
 
 @pytree.component
@@ -163,7 +163,7 @@ class Grayscale(ImageTransform):
                 f"Grayscale: leaf '{name}': expected 3 channels in layout {self.layout}, got "
                 f"shape {leaf.shape}. Name the images with paths=, or their layout."
             )
-        wide = jnp.moveaxis(pytree.wide(leaf), axis, -1)
+        wide = jnp.moveaxis(pytree.widen(leaf), axis, -1)
         light = jnp.sum(wide * jnp.asarray([0.299, 0.587, 0.114], wide.dtype), axis=-1)
         light = _rounded(light, leaf.dtype)
         return jnp.expand_dims(light, axis) if self.keep else light

@@ -163,7 +163,7 @@ class Normalize(LeafTransform):
                 f"Normalize: leaf '{name}': expected a last axis of {width}, got shape "
                 f"{leaf.shape}. Name the leaves that are meant with paths=."
             )
-        wide = pytree.wide(leaf)
+        wide = pytree.widen(leaf)
         mean, std = jnp.asarray(self.mean, wide.dtype), jnp.asarray(self.std, wide.dtype)
         return (wide - mean) / std
 
@@ -225,7 +225,7 @@ class Scale(LeafTransform):
         check_numbers("Scale", factor=self.factor, offset=self.offset)
 
     def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
-        return pytree.wide(leaf) * self.factor + self.offset
+        return pytree.widen(leaf) * self.factor + self.offset
 
 
 @pytree.component
@@ -310,7 +310,7 @@ class RewardToGo(Transform):
         def sums(leaf: jax.Array, beyond: jax.Array) -> jax.Array:
             # Masks `[B, L]` for rewards with further axes, such as one for each objective.
             lift = lambda array: array.reshape(*array.shape, *(1,) * (leaf.ndim - 2))
-            wide, factor = pytree.wide(leaf), self.discount
+            wide, factor = pytree.widen(leaf), self.discount
             later = factor * beyond.astype(wide.dtype) if factor else 0.0  # 0 * infinity is NaN
             last = wide + jnp.where(lift(over), 0, later)
             columns = wide, jnp.where(lift(stops), last, 0), lift(mask), lift(stops)

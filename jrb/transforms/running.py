@@ -335,7 +335,7 @@ class RunningRewardScale(_Running):
         # The rewards have other leaves, so the old moments do not fit.
         if own[1] != others[1]:
             return state
-        newest = lambda own, old: old if pytree.alike(own, old) else own
+        newest = lambda own, old: old if pytree.are_alike(own, old) else own
         pairs = zip(own[0], others[0], strict=True)
         merged = [
             Returns(

@@ -131,6 +131,7 @@ class WritePlan:
         # XLA on the CPU hands kernels to another thread if more than nine could run at once. To
         # wake that thread takes longer than the kernels: without this wait, adds take 2 to 5 times
         # as long (see `jrb/_xla/README.md`).
+        # An empty array has no element to wait for.
         if not (compiling.current_limits() == compiling.STANDALONE and array.size):
             return self
         return self.after(dependencies.zero_after(array))
@@ -163,12 +164,12 @@ class Anchors:
             mask: bool `[B]`, False for entries that are padding.
             key: the key of the draw, for `nth`.
         """
-        slots, within = self.nth(ranks, key)
+        slots, conditional = self.nth(ranks, key)
         # Times the inverse, as two programs of XLA may round a quotient of quotients in two ways.
-        chances = within * (1 / jnp.maximum(self.count, 1).astype(jnp.float32))
+        probabilities = conditional * (1 / jnp.maximum(self.count, 1).astype(jnp.float32))
         return Draw(
             slots=slots,
-            probabilities=jnp.where(mask, chances, 0.0),
+            probabilities=jnp.where(mask, probabilities, 0.0),
             weights=mask.astype(jnp.float32),
             mask=mask,
         )
@@ -367,9 +368,6 @@ class TransformContext:
     ends: jax.Array | None = None
 
 
-# How most parts make these messages, and use them.
-
-
 def plan_rows(
     ring: Ring, clock: Clock, length: int, mask: jax.Array | None
 ) -> tuple[Clock, WritePlan]:
@@ -382,13 +380,14 @@ def plan_rows(
         mask: bool `[T]`, the rows to write, or `[T, E]` with a clock `[E]`; None for all.
     """
     # `[]` where one clock serves all environments, `[E]` where each has its own.
-    each = clock.cursor.shape
-    single = mask is None and length == 1 and not each
+    axes = clock.cursor.shape
+    is_single = mask is None and length == 1 and not axes
     if mask is None:
-        written = jnp.ones((length, *each), jnp.bool_)
+        written = jnp.ones((length, *axes), jnp.bool_)
     else:
-        written = jnp.broadcast_to(mask.reshape(length, *[-1] * len(each)), (length, *each))
-    if single:  # the slot as it is, so that the write stays a slice without a condition
+        written = jnp.broadcast_to(mask.reshape(length, *[-1] * len(axes)), (length, *axes))
+    # A single row goes to the slot as it is, so that the write stays a slice without a condition.
+    if is_single:
         passed, starts = jnp.ones(1, jnp.int32), clock.cursor[None] * ring.envs
     else:
         passed = jnp.cumsum(written, axis=0, dtype=jnp.int32)
@@ -400,12 +399,12 @@ def plan_rows(
     slots = ring.row_slots(starts)
     plan = WritePlan(
         # With a clock for each environment, the slots of a row do not follow one another.
-        starts=slots.reshape(-1) if each else starts,
+        starts=slots.reshape(-1) if axes else starts,
         slots=slots,
         written=written,
         passed=passed,
         expired=jnp.maximum(clock.count - ring.rows + passed[-1], 0),
-        consecutive=single,
+        consecutive=is_single,
     )
     return ring.advance(clock, plan.rows), plan
 
@@ -447,13 +446,16 @@ def every_slot(context: Context, plan: WritePlan) -> AnchorUpdate:
     ring, held = context.ring, context.held
     expired, written = plan.expired_by_clock, plan.rows_by_clock
     entered, leaving = plan.slots.reshape(-1), {}
-    if not plan.bounded:  # else each slot that departs enters again, with another item
+    # In a bounded plan, each slot that departs enters again, with another item.
+    if not plan.bounded:
         leaving = departures(context, plan)
+    # With one stream, ranks follow time: the oldest rows depart, and new rows come last.
     if held.streams == 1:
         count = expired[0] * ring.envs
         overwritten = jnp.maximum(held.rows(ring) + written - ring.rows, 0)[0]
         # A storage may give up rows before their slots are needed (`WritePlan.bounded`).
-        early = expired[0] > overwritten  # ranks then move, though no slot is written
+        # Then ranks move, though no slot is written.
+        early = expired[0] > overwritten
         return AnchorUpdate(
             entered=entered,
             entered_count=written[0] * ring.envs,
@@ -488,5 +490,6 @@ def departures(context: Context, plan: WritePlan) -> dict[str, Any]:
         row = jnp.arange(most, dtype=jnp.int32)[:, None]
         slots = jnp.where(row < expired, held.oldest(ring, most), ring.capacity)
         return {"removed": slots.reshape(-1)}
+    # With one stream, the expired rows are a run of slots from the oldest on.
     run = Occupancy(first=held.first, count=jnp.minimum(expired, ring.rows) * ring.envs)
     return {"expired": run, "most": most * ring.envs if plan.bounded else None}

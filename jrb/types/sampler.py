@@ -136,10 +136,11 @@ class Sampler(abc.ABC):
 
         Use `jrb.authoring.overwrite` for large arrays: they then wait for `token`, an int32 zero.
         """
-        draws = state.draws if isinstance(state, DrawCounts) else None  # 0 again when written
-        own = state if draws is None else state.replace(draws=None)
-        own = dependencies.restored(own, lambda: self.init(ring), token)
-        return own if draws is None else own.replace(draws=draws)
+        # Counts of draws stay, as a new item in a slot sets its count to 0.
+        draws = state.draws if isinstance(state, DrawCounts) else None
+        others = state if draws is None else state.replace(draws=None)
+        others = dependencies.restored(others, lambda: self.init(ring), token)
+        return others if draws is None else others.replace(draws=draws)
 
     def _unless_stateful(self, state: PartState, needed: str, method: str) -> Any:
         """Returns `state`; raises if it has other arrays than counts: no default fits them."""

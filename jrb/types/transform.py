@@ -73,4 +73,4 @@ class StatefulTransform(Transform):
             state: the state after the items were written to the rebuilt buffer.
             old: the state in the old buffer, of the same class of transform; its arrays may differ.
         """
-        return old if pytree.alike(state, old) else state
+        return old if pytree.are_alike(state, old) else state

@@ -199,8 +199,9 @@ class Unit(abc.ABC):
         By default sets `cursor()` and `tally()` fields to 0 (`jrb.authoring.emptied`), and raises
         MissingMethodError if the state has other arrays, for which there is no default.
         """
+        # Leave out the marked fields, which are set to 0: no other array has a default.
         nothing: Any = None
-        others = pytree.leaf_names(pytree.mapped_marks(state, lambda mark, value: nothing))
+        others = pytree.leaf_names(pytree.map_marks(state, lambda mark, value: nothing))
         if others:
             self._lacks("reset", f", as its state has the arrays {others}")
         return dependencies.emptied(state, token)

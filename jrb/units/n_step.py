@@ -247,7 +247,7 @@ class NStep(Unit):
         if not isinstance(self.discount, int | float):
             named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
             # In float32 at least: bfloat16 keeps three digits, of a product fewer.
-            leaf = pytree.wide(named[path_name(self.discount)])
+            leaf = pytree.widen(named[path_name(self.discount)])
             discounts = jnp.where(inside & plan.mask[:, None], leaf.reshape(inside.shape), 1)
             # Discounts after a discount of 0 are ignored: they may be NaN.
             times = lambda total, factor: total * jnp.where(total == 0, 1, factor)
@@ -263,7 +263,7 @@ class NStep(Unit):
         def reduced(path: tuple, leaf: jax.Array) -> jax.Array:
             name = pytree.leaf_name(path)
             if within(name, path_name(keys.reward)):
-                wide = pytree.wide(leaf)
+                wide = pytree.widen(leaf)
                 lift = lambda array: array.reshape(*array.shape, *(1,) * (wide.ndim - 2))
                 columns = [wide, lift(inside)]
                 if discounts is not None:

@@ -14,7 +14,7 @@ import jrb
 from jrb.remote import serve
 from jrb.remote import setup as setups
 from jrb.remote.setup import Setup
-from jrb.remote.streams import split_length
+from jrb.remote.streams import pieces
 from tests.remote.rows import EXAMPLE, buffer, rows
 
 
@@ -202,15 +202,15 @@ def test_a_buffer_that_casts_takes_what_numpy_makes(cluster):
 
 def test_few_lengths_are_compiled():
     known = set()
-    assert [split_length(length, known) for length in (3, 50, 7, 7, 9)] == [
+    assert [pieces(length, known) for length in (3, 50, 7, 7, 9)] == [
         [3],
         [50],
         [7],
         [7],
         [9],
     ]
-    assert split_length(37, known) == [32, 4, 1] and split_length(50, known) == [50]
-    assert all(sum(split_length(length, known)) == length for length in range(1, 200))
+    assert pieces(37, known) == [32, 4, 1] and pieces(50, known) == [50]
+    assert all(sum(pieces(length, known)) == length for length in range(1, 200))
 
 
 def test_without_ray_there_is_an_error_that_names_the_extra():
