@@ -80,7 +80,7 @@ class Mixture(Sampler):
 
     def __new__(cls, samplers: Any = (), shares: Any = (), count_draws: bool = False) -> Any:
         """Makes an instance of the class that has the contracts of these samplers."""
-        return object.__new__(_class_of(samplers) if cls is Mixture else cls)
+        return object.__new__(_choose_class(samplers) if cls is Mixture else cls)
 
     def __post_init__(self) -> None:
         is_tuple = isinstance(self.samplers, tuple) and len(self.samplers) > 1
@@ -88,7 +88,8 @@ class Mixture(Sampler):
             raise TypeError(
                 f"samplers: expected a tuple of two samplers or more, got {self.samplers!r}."
             )
-        if _class_of(self.samplers) is not type(self):
+        # `dataclasses.replace` keeps the class, whatever the new samplers are.
+        if _choose_class(self.samplers) is not type(self):
             raise TypeError(
                 f"samplers: expected jrb.Mixture{self.samplers}, as its class fits them."
             )
@@ -113,7 +114,7 @@ class Mixture(Sampler):
         self, ring: Ring, state: MixtureState, change: AnchorUpdate, anchors: Anchors
     ) -> MixtureState:
         """Passes the write to all samplers."""
-        return self._each(state, lambda one, own: one.on_write(ring, own, change, anchors))
+        return self._map_samplers(state, lambda one, own: one.on_write(ring, own, change, anchors))
 
     def draw(
         self,
@@ -134,19 +135,28 @@ class Mixture(Sampler):
             states[number], drawn = sampler.draw(
                 ring, states[number], anchors, keys[number], count, beta
             )
-            draws.append(drawn.replace(weights=_weights(sampler, drawn, anchors, beta)))
+            # Weights without a divisor can be compared: (N P(i))^-beta, as in Schaul et al.,
+            # section 3.4, with the probability that this sampler drew the anchor.
+            if sampler.prioritized and isinstance(sampler, ShardedSampler):
+                odds = jnp.maximum(anchors.count, 1).astype(jnp.float32) * drawn.probabilities
+                log_odds = jnp.log(jnp.where(odds > 0, odds, 1.0))
+                weights = jnp.maximum(jnp.exp(-sampler.exponent(beta) * log_odds), SMALLEST)
+                drawn = drawn.replace(weights=jnp.where(drawn.mask, weights, 0.0))
+            draws.append(drawn)
+        # Interleave the shares: each part of the batch has nearly the same of each.
         source = np.repeat(np.arange(len(self.samplers), dtype=np.int32), counts)
         order = splitting.alternate_sources(np, source, len(self.samplers))
         drawn = jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[order], *draws)
-        drawn = self._normalized(drawn.replace(sampler=jnp.asarray(source[order])))
+        drawn = self._divide_weights(drawn.replace(sampler=jnp.asarray(source[order])))
         return state.replace(states=tuple(states)), drawn
 
-    def _normalized(self, drawn: Draw) -> Draw:
-        """Returns the draw with its weights divided; here, without priorities, unchanged."""
+    def _divide_weights(self, drawn: Draw) -> Draw:
+        """Returns the draw with its weights divided by one number; as it is without priorities."""
         return drawn
 
     def ready(self, state: MixtureState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if all samplers that have a share of the batch are ready."""
+        # Of a batch of unknown size, every sampler with a share may draw a part.
         values = np.asarray(self.shares, np.float64)
         counts = values > 0 if batch_size is None else splitting.counts(np, values, batch_size)
         triples = zip(self.samplers, state.states, counts, strict=True)
@@ -174,13 +184,15 @@ class Mixture(Sampler):
         self, ring: Ring, state: MixtureState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> MixtureState:
         """Passes the new anchors to all samplers."""
-        return self._each(state, lambda one, own: one.rebuild_index(ring, own, entered, old, new))
+        return self._map_samplers(
+            state, lambda one, own: one.rebuild_index(ring, own, entered, old, new)
+        )
 
     def reset(self, ring: Ring, state: MixtureState, token: jax.Array) -> MixtureState:
         """Resets all samplers."""
-        return self._each(state, lambda one, own: one.reset(ring, own, token))
+        return self._map_samplers(state, lambda one, own: one.reset(ring, own, token))
 
-    def _each(
+    def _map_samplers(
         self, state: MixtureState, call: Callable[[Any, PartState], Any], kind: type = Sampler
     ) -> MixtureState:
         """Returns the state after `call(sampler, state)` for each sampler of class `kind`."""
@@ -188,19 +200,6 @@ class Mixture(Sampler):
         return state.replace(
             states=tuple(call(one, own) if isinstance(one, kind) else own for one, own in pairs)
         )
-
-
-def _weights(
-    sampler: Sampler, drawn: Draw, anchors: Anchors, beta: jax.Array | float | None
-) -> jax.Array:
-    """Returns importance weights before any division, so that samplers can be compared."""
-    if not (sampler.prioritized and isinstance(sampler, ShardedSampler)):
-        return drawn.weights
-    # N P(i), as in Schaul et al., section 3.4, with the probability that this sampler drew it.
-    odds = jnp.maximum(anchors.count, 1).astype(jnp.float32) * drawn.probabilities
-    log_odds = jnp.log(jnp.where(odds > 0, odds, 1.0))
-    weights = jnp.maximum(jnp.exp(-sampler.exponent(beta) * log_odds), SMALLEST)
-    return jnp.where(drawn.mask, weights, 0.0)
 
 
 @pytree.component
@@ -219,8 +218,8 @@ class OrderedMixture(Mixture, OrderedSampler):
         pending = [
             one.num_pending(own, anchors) for one, own in pairs if isinstance(one, OrderedSampler)
         ]
-        known = [count for count in pending if count is not None]
-        return jnp.max(jnp.stack(known)) if known else None
+        counts = [count for count in pending if count is not None]
+        return jnp.max(jnp.stack(counts)) if counts else None
 
 
 @pytree.component
@@ -231,7 +230,7 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(getattr(one, "normalize", None) == "buffer" for one in self._with_priorities):
+        if any(getattr(one, "normalize", None) == "buffer" for one in self._prioritized_samplers):
             raise ValueError(
                 "samplers: expected normalize='batch' or None in a Mixture, got 'buffer': the "
                 "weights of all samplers are divided by one number."
@@ -240,18 +239,18 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
     @property
     def normalize(self) -> Literal["batch"] | None:  # pyright: ignore
         """None if it is None for all samplers with priorities; else "batch"."""
-        return None if all(one.normalize is None for one in self._with_priorities) else "batch"
+        return None if all(one.normalize is None for one in self._prioritized_samplers) else "batch"
 
     @property
     def takes_priorities(self) -> bool:  # pyright: ignore
         """True if any of the samplers takes priorities."""
-        return any(one.takes_priorities for one in self._with_priorities)
+        return any(one.takes_priorities for one in self._prioritized_samplers)
 
     @property
-    def _with_priorities(self) -> list[PrioritizedSampler]:
+    def _prioritized_samplers(self) -> list[PrioritizedSampler]:
         return [one for one in self.samplers if isinstance(one, PrioritizedSampler)]
 
-    def _normalized(self, drawn: Draw) -> Draw:
+    def _divide_weights(self, drawn: Draw) -> Draw:
         if self.normalize is None:
             return drawn
         # One divisor for all samplers: two would scale their losses against each other.
@@ -262,7 +261,7 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
     def attach(self, state: MixtureState, has_delayed_anchors: bool) -> MixtureState:
         """Calls `attach` of all samplers with priorities."""
         attach = lambda one, own: one.attach(own, has_delayed_anchors)
-        return self._each(state, attach, PrioritizedSampler)
+        return self._map_samplers(state, attach, PrioritizedSampler)
 
     def priorities(self, state: MixtureState) -> jax.Array:
         """Returns the priorities of the first sampler that has priorities."""
@@ -281,7 +280,7 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
     ) -> MixtureState:
         """Sets priorities in all samplers that have them, whichever drew the anchors."""
         update = lambda one, own: one.update(ring, own, slots, priorities, ok)
-        return self._each(state, update, PrioritizedSampler)
+        return self._map_samplers(state, update, PrioritizedSampler)
 
     def assign(
         self,
@@ -292,11 +291,13 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
     ) -> MixtureState:
         """Sets priorities in all samplers that have them."""
         assign = lambda one, own: one.assign(own, slots, priorities, highest)
-        return self._each(state, assign, PrioritizedSampler)
+        return self._map_samplers(state, assign, PrioritizedSampler)
 
     def set_alpha(self, state: MixtureState, alpha: jax.Array | float) -> MixtureState:
         """Sets the exponent of all samplers with priorities."""
-        return self._each(state, lambda one, own: one.set_alpha(own, alpha), PrioritizedSampler)
+        return self._map_samplers(
+            state, lambda one, own: one.set_alpha(own, alpha), PrioritizedSampler
+        )
 
     def drop(
         self, ring: Ring, state: MixtureState, slots: jax.Array, ok: jax.Array
@@ -308,7 +309,7 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
                 f"drop: expected samplers that can leave anchors out, got {others}, which would "
                 "draw them still."
             )
-        return self._each(state, lambda one, own: one.drop(ring, own, slots, ok))
+        return self._map_samplers(state, lambda one, own: one.drop(ring, own, slots, ok))
 
 
 @pytree.component
@@ -316,7 +317,7 @@ class PrioritizedOrderedMixture(PrioritizedMixture, OrderedMixture):
     """A mixture with priorities in which a sampler uses the order of anchors."""
 
 
-def _class_of(samplers: Any) -> type[Mixture]:
+def _choose_class(samplers: Any) -> type[Mixture]:
     """Returns the class of a mixture of these samplers."""
     members = samplers if isinstance(samplers, tuple) else ()
     # By the class, a buffer knows what it can do: `update_priority`, `BlockWhenFull`, orders.

@@ -205,7 +205,8 @@ class Lifo(OnceInOrder):
         in_order = change.departed_from(change.departed_count) == 0
         following = state.following + change.entered_count.astype(jnp.uint32)
         state = state.replace(following=following, count=jnp.where(in_order, state.count, 0))
-        state = _without_departed(ring, state, anchors.count)
+        state = _remove_departed(ring, state, anchors.count)
+        # Of the anchors that entered, no more than these are anchors still.
         new = jnp.minimum(change.entered_count, anchors.count)
         # As many numbers as may be put at once: shapes must not depend on how many entered.
         num_written = 0 if change.incoming is None else change.incoming.slots.size
@@ -241,19 +242,20 @@ class Lifo(OnceInOrder):
         If anchors are episodes, each is identified by its position counted from the newest.
         """
         if not entered.size:
-            return _without_departed(ring, state, new.count)
+            return _remove_departed(ring, state, new.count)
         index = jnp.arange(ring.capacity, dtype=jnp.int32)
 
-        def slots_of(anchors: Anchors, ranks: jax.Array, valid: jax.Array) -> jax.Array:
+        def find_slots(anchors: Anchors, ranks: jax.Array, valid: jax.Array) -> jax.Array:
             slots, _ = anchors.nth(jnp.where(valid, ranks, 0), jax.random.key(0))
             return jnp.where(valid, slots, ring.capacity)
 
         # Sets of slots as flags `[N]`: the slots that were anchors, and those on the stack.
         mark = lambda slots: jnp.zeros(ring.capacity, jnp.bool_).at[slots].set(True, mode="drop")
         ranks = state.ranks(old.count, state.read(ring, index))
-        on_stack = mark(slots_of(old, ranks, index < state.count))
-        was_anchor = mark(slots_of(old, index, index < old.count))
-        slots = slots_of(new, index, index < new.count)
+        on_stack = mark(find_slots(old, ranks, index < state.count))
+        was_anchor = mark(find_slots(old, index, index < old.count))
+        # Put the anchors that were on the stack, and those that are new, on an empty stack.
+        slots = find_slots(new, index, index < new.count)
         safe = jnp.minimum(slots, ring.capacity - 1)
         stays = (slots < ring.capacity) & (on_stack | ~was_anchor)[safe]
         to = jnp.where(stays, jnp.cumsum(stays, dtype=jnp.int32) - 1, ring.capacity)
@@ -269,18 +271,20 @@ class Lifo(OnceInOrder):
     ) -> LifoState:
         """Removes the anchors that were drawn from the other buffer's stack."""
         size, old_size = state.numbers.size, old.numbers.size
-        depth = jnp.arange(min(size, old_size), dtype=jnp.int32)  # from the top
+        # Read the other stack from its top.
+        depth = jnp.arange(min(size, old_size), dtype=jnp.int32)
         at = (old.bottom + jnp.maximum(old.count - 1 - depth, 0)) % old_size
         # An anchor is identified by its age in anchors, which is the same in both buffers.
         age = old.following - old.numbers[at]
         stays = (depth < old.count) & (age <= state.count.astype(jnp.uint32))
+        # Those that stay are the first ones from the top, and fill the new stack from its bottom.
         count = jnp.sum(stays, dtype=jnp.int32)
         to = jnp.where(stays, count - 1 - depth, size)
         numbers = state.numbers.at[to].set(state.following - age, mode="drop")
         return state.replace(numbers=numbers, bottom=jnp.zeros_like(state.bottom), count=count)
 
 
-def _without_departed(ring: Ring, state: LifoState, num_anchors: jax.Array) -> LifoState:
+def _remove_departed(ring: Ring, state: LifoState, num_anchors: jax.Array) -> LifoState:
     """Removes all but the newest `num_anchors` anchors, int32 `[]`, from the bottom."""
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

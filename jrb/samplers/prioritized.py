@@ -136,6 +136,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
 
     def init(self, ring: Ring) -> PrioritizedState:
         """Returns the state without anchors."""
+        # Keep only the trees that the options need.
         is_buffer, is_held = self.normalize == "buffer", self.new_priority == "largest_held"
         return PrioritizedState(
             raw=jnp.full(ring.capacity, _NO_ANCHOR, jnp.float32),
@@ -158,36 +159,39 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         self, ring: Ring, state: PrioritizedState, change: AnchorUpdate, anchors: Anchors
     ) -> PrioritizedState:
         """Removes the masses of anchors that departed, then sets those of anchors that entered."""
+        # A run of unknown length is removed by itself, all other slots below.
         if change.expired is not None and change.most is None:
-            state = _without_run(self, ring, state, change.expired)
+            state = _remove_run(self, ring, state, change.expired)
             change = dataclasses.replace(change, expired=None)
         departed = change.departed_slots(ring)
-        if state.largest is not None:  # what is overwritten no longer counts
-            gone = jnp.concatenate([departed, change.entered])
-            largest = sum_tree.set_leaves(
-                state.largest, gone, jnp.minimum(gone, 0).astype(jnp.float32)
-            )
-            state = state.replace(largest=largest)
-        state, new = self._entering(state, change)
-        if state.largest is not None:  # its writes wait for the read of the default
+        # The largest held priority is read without the anchors that depart or are overwritten.
+        if state.largest is not None:
+            slots = jnp.concatenate([departed, change.entered])
+            zeros = jnp.minimum(slots, 0).astype(jnp.float32)
+            state = state.replace(largest=sum_tree.set_leaves(state.largest, slots, zeros))
+        state, new = self._find_new_priorities(state, change)
+        # The next writes to the tree of maxima wait for the read of the default.
+        if state.largest is not None:
             departed = departed + dependencies.zero_depending_on(new)
         # Made from the slots, as writes of a constant would wait for nothing.
         none = jnp.minimum(departed.astype(jnp.float32), _NO_ANCHOR)
-        # One scatter for both: those that depart first, as a slot may do both in one call.
+        # One scatter for both; those that depart come first, as a slot may do both in one call.
         if not change.consecutive:
-            return self._set(state, (departed, none), (change.entered, new))
-        state = self._set(state, (departed, none))
-        first = change.entered[0]  # a slice of the tree's leaves, which needs no scatter
+            return self._set_priorities(state, (departed, none), (change.entered, new))
+        # The anchors that enter are a slice of the leaves, which needs no scatter.
+        state = self._set_priorities(state, (departed, none))
+        first = change.entered[0]
         raw = lax.dynamic_update_slice_in_dim(state.raw, new, first, axis=0)
         put = lambda tree, leaves: sum_tree.set_run(tree, first, leaves)
-        return self._put(state.replace(raw=raw), new, put)
+        return self._put_masses(state.replace(raw=raw), new, put)
 
-    def _entering(
+    def _find_new_priorities(
         self, state: PrioritizedState, change: AnchorUpdate
     ) -> tuple[PrioritizedState, jax.Array]:
         """Returns the state, and the priorities of anchors that enter, float32 `[K]`."""
         incoming, waiting, own = change.incoming, state.waiting, None
         default = self._default_priority(state)
+        # Take the priorities that came with the items, where they are good.
         if incoming is not None and incoming.priorities is not None:
             good = _is_priority(incoming.priorities)
             own = jnp.where(good, incoming.priorities, _NO_ANCHOR)
@@ -199,7 +203,8 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             refused = jnp.sum(by_row(~good) & incoming.row_mask, dtype=jnp.uint32)
             highest = jnp.maximum(state.highest, jnp.max(seen))
             state = state.replace(highest=highest, refused=state.refused + refused)
-        if waiting is not None:  # rows become anchors later: note their priorities, then take some
+        # If rows become anchors later, note their priorities, and take those of earlier rows.
+        if waiting is not None:
             entered = gather.column(change.entered)
             if incoming is not None:
                 none = jnp.full(incoming.slots.shape, _NO_ANCHOR, jnp.float32)
@@ -209,14 +214,15 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
                     waiting = gather.put(waiting, incoming.slots, new)
                 else:
                     waiting = lax.dynamic_update_slice_in_dim(waiting, new, first, axis=0)
-            # A row becomes an anchor rows later, with the priority that came with it.
             own = gather.read_at(waiting, entered)
-            none = jnp.minimum(own, _NO_ANCHOR)  # always -1, but known only once `own` was read
+            # Always -1, but XLA knows that only once `own` was read.
+            none = jnp.minimum(own, _NO_ANCHOR)
             state = state.replace(waiting=gather.put(waiting, entered, none))
             own = own.reshape(-1)
         if own is None:
             return state, jnp.broadcast_to(default, change.entered.shape)
-        if default.ndim:  # one for each row of time; as many anchors enter with each
+        # With a default for each row of time, as many anchors enter with each row.
+        if default.ndim:
             default = jnp.repeat(default, own.size // default.size)
         # Of `own < 0` and a default of 0 XLA makes a maximum, which flushes numbers below 2^-126.
         return state, jnp.where(own == _NO_ANCHOR, default, own)
@@ -258,10 +264,13 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         log_ratio = jnp.log(jnp.where(has_mass, mass, 1.0)) - jnp.log(divisor)
         # At least 2^-126: a weight of 0 is for padding.
         weights = jnp.maximum(jnp.exp(-self.exponent(beta) * log_ratio), sum_tree.SMALLEST)
-        slots = jnp.where(has_mass, slots, 0)  # without mass, leaves have no meaning
-        if self.normalize == "buffer":  # later writes wait for the read of the divisor
+        # Without mass, leaves have no meaning.
+        slots = jnp.where(has_mass, slots, 0)
+        # Later writes wait for the read of the divisor.
+        if self.normalize == "buffer":
             slots = slots + dependencies.zero_depending_on(divisor)
-        inverse = 1 / jnp.where(has_mass, total, 1.0)  # a quotient may be rounded in two ways
+        # Multiply by an inverse, as XLA may round a quotient in two ways.
+        inverse = 1 / jnp.where(has_mass, total, 1.0)
         return state, Draw(
             slots=slots,
             probabilities=jnp.where(mask, mass * inverse, 0.0),
@@ -307,7 +316,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             highest=jnp.maximum(state.highest, greatest),
             refused=state.refused + jnp.sum(is_anchor & ~good, dtype=jnp.uint32),
         )
-        return self._put(state, last, lambda tree, leaf: sum_tree.set_leaves(tree, index, leaf))
+        return self._put_masses(
+            state, last, lambda tree, leaf: sum_tree.set_leaves(tree, index, leaf)
+        )
 
     def drop(
         self, ring: Ring, state: PrioritizedState, slots: jax.Array, ok: jax.Array
@@ -320,7 +331,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         is_anchor = ok & (index < ring.capacity) & (gather.read_at(state.raw, index) >= 0)
         # Below 0, so that it has no mass, and unlike -1, so that a late update does not revive it.
         dropped = jnp.full(slots.shape, DROPPED, jnp.float32)
-        return self._set(state, (jnp.where(is_anchor, slots, ring.capacity), dropped))
+        return self._set_priorities(state, (jnp.where(is_anchor, slots, ring.capacity), dropped))
 
     def set_alpha(self, state: PrioritizedState, alpha: jax.Array | float) -> PrioritizedState:
         """Sets alpha, and computes all masses from the priorities again; costs O(N).
@@ -333,7 +344,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             raise ValueError(f"alpha: expected a single number, got shape {alpha.shape}.")
         if not isinstance(alpha, jax.core.Tracer):
             _check_number("alpha", float(alpha))
-        return _with_alpha(self, state, alpha)
+        return _recompute_masses(self, state, alpha)
 
     def assign(
         self,
@@ -344,12 +355,13 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     ) -> PrioritizedState:
         """Sets priorities that come from elsewhere, as `PrioritizedSampler.assign`; costs O(N)."""
         new = jnp.asarray(checks.real_numbers("assign: priorities", priorities))
+        # Slots that are no anchors, or dropped, stay so.
         valid = (state.raw[slots] >= 0) & _is_priority(new)
         raw = state.raw.at[jnp.where(valid, slots, state.raw.size)].set(new, mode="drop")
         if highest is None:
             highest = jnp.maximum(state.highest, jnp.max(new, initial=0.0, where=valid))
         highest = jnp.asarray(highest).astype(jnp.float32)
-        return self._put(state.replace(raw=raw, highest=highest), raw, sum_tree.set_all)
+        return self._put_masses(state.replace(raw=raw, highest=highest), raw, sum_tree.set_all)
 
     def import_state(
         self, state: PrioritizedState, old: PrioritizedState, slots: jax.Array, new_slots: jax.Array
@@ -364,7 +376,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         # `assign` leaves negative priorities out, so these are set afterwards.
         index = jnp.where(priorities == DROPPED, new_slots, state.raw.size)
         raw = state.raw.at[index].set(DROPPED, mode="drop")
-        return self._put(state.replace(raw=raw), raw, sum_tree.set_all)
+        return self._put_masses(state.replace(raw=raw), raw, sum_tree.set_all)
 
     def rebuild_index(
         self, ring: Ring, state: PrioritizedState, entered: jax.Array, old: Anchors, new: Anchors
@@ -372,15 +384,17 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         """Keeps the priorities of anchors that remain; others get that of new items. Costs O(N)."""
         none, waiting = jnp.full_like(state.raw, _NO_ANCHOR), state.waiting
         is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
-        if state.largest is not None:  # what is no longer an anchor no longer counts
-            state = self._put(state, jnp.where(is_anchor, state.raw, none), sum_tree.set_all)
+        # The largest held priority is that of the slots that are anchors still.
+        if state.largest is not None:
+            state = self._put_masses(state, jnp.where(is_anchor, state.raw, none), sum_tree.set_all)
         fresh = self._default_priority(state)
         if waiting is not None:
             # A row that becomes an anchor by the edit brings the priority that came with it.
             fresh = jnp.where(waiting == _NO_ANCHOR, fresh, waiting)
             waiting = jnp.where(is_anchor, none, waiting)
+        # Anchors keep their priority, or drop; slots that become anchors get a fresh one.
         raw = jnp.where(is_anchor, jnp.where(state.raw == _NO_ANCHOR, fresh, state.raw), none)
-        return self._put(state.replace(raw=raw, waiting=waiting), raw, sum_tree.set_all)
+        return self._put_masses(state.replace(raw=raw, waiting=waiting), raw, sum_tree.set_all)
 
     def reset(self, ring: Ring, state: PrioritizedState, token: jax.Array) -> PrioritizedState:
         """Returns the state without anchors, except that alpha keeps its value."""
@@ -428,7 +442,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             refused=jnp.sum(jnp.stack([jnp.asarray(one.refused) for one in states])),
         )
 
-    def _set(self, state: PrioritizedState, *sets: tuple[jax.Array, jax.Array]) -> PrioritizedState:
+    def _set_priorities(
+        self, state: PrioritizedState, *sets: tuple[jax.Array, jax.Array]
+    ) -> PrioritizedState:
         """Sets priorities at slots, one set after the other.
 
         Each set is slots, int32 `[K]`, N for padding, and priorities, equal for equal slots.
@@ -436,14 +452,15 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         sets = tuple(one for one in sets if one[0].size)
         if not sets:
             return state
+        # Join the sets; the scatters keep their order by these counts.
         columns = (map(gather.column, one) for one in sets)
         slots, new = map(jnp.concatenate, zip(*columns, strict=True))
         counts = tuple(one.size for one, _ in sets)
         state = state.replace(raw=gather.put_in_turns(state.raw, slots, new, counts))
         put = lambda tree, leaf: sum_tree.set_leaves(tree, slots, leaf, counts)
-        return self._put(state, new, put)
+        return self._put_masses(state, new, put)
 
-    def _put(
+    def _put_masses(
         self, state: PrioritizedState, raw: jax.Array, put: Callable[[Tree, jax.Array], Tree]
     ) -> PrioritizedState:
         """Computes the masses of priorities `raw`, and writes them to each tree with `put`."""
@@ -471,7 +488,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
 
 
 @by_description()
-def _with_alpha(
+def _recompute_masses(
     sampler: Prioritized, state: PrioritizedState, alpha: jax.Array
 ) -> PrioritizedState:
     """Computes all masses again; on the CPU in place, in runs, and only if alpha changed."""
@@ -488,21 +505,25 @@ def _with_alpha(
         # The last run begins earlier and computes some masses twice, to the same numbers.
         first = jnp.minimum(trip * size, capacity - size)
         raw = dependencies.materialize(lambda: lax.dynamic_slice_in_dim(state.raw, first, size))
-        state = sampler._put(state, raw, lambda tree, leaf: sum_tree.set_run(tree, first, leaf))
+        state = sampler._put_masses(
+            state, raw, lambda tree, leaf: sum_tree.set_run(tree, first, leaf)
+        )
         return state, token + dependencies.zero_depending_on(raw)
 
     def in_runs() -> PrioritizedState:
+        # No run at all if alpha did not change.
         trips = -(-capacity // size) * dependencies.unbatched_flag(changed)
         after, token = dependencies.loop(trips, set_masses, (state, jnp.zeros_like(changed)))
         # Writes nothing, but makes later writes wait for these reads.
         nowhere = (capacity + token)[None]
         return after.replace(raw=gather.put(after.raw, nowhere, jnp.zeros(1, jnp.float32)))
 
-    at_once = lambda: sampler._put(state, state.raw, sum_tree.set_all)  # no loop of unknown length
+    # Without a loop of unknown length.
+    at_once = lambda: sampler._put_masses(state, state.raw, sum_tree.set_all)
     return lax.platform_dependent(cpu=in_runs, default=at_once)
 
 
-def _without_run(
+def _remove_run(
     sampler: Prioritized, ring: Ring, state: PrioritizedState, expired: Occupancy
 ) -> PrioritizedState:
     """Removes the anchors in a run of any length: on the CPU in chunks, elsewhere at once.
@@ -512,15 +533,18 @@ def _without_run(
     chunk = min(ring.capacity, _CHUNK)
 
     def clear(trip: jax.Array, state: PrioritizedState) -> PrioritizedState:
+        # The next slots of the run, after those that earlier trips have cleared.
         done = jnp.minimum(trip * chunk, expired.count)
         following = ring.slot_after(expired.first, done)
         slots = Occupancy(first=following, count=expired.count - done).run(ring, chunk)
-        return sampler._set(state, (slots, jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR)))
+        return sampler._set_priorities(
+            state, (slots, jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR))
+        )
 
     def clear_at_once() -> PrioritizedState:
         slots = jnp.arange(ring.capacity, dtype=jnp.int32)
         raw = jnp.where(expired.holds(ring, slots), _NO_ANCHOR, state.raw)
-        return sampler._put(state.replace(raw=raw), raw, sum_tree.set_all)
+        return sampler._put_masses(state.replace(raw=raw), raw, sum_tree.set_all)
 
     trips = (dependencies.max_over_batch(expired.size) + chunk - 1) // chunk
     return lax.platform_dependent(

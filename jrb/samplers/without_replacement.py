@@ -19,7 +19,7 @@ class EpochState(DrawCounts):
         length: int32 `[]`, the number of anchors at the start of the epoch; 0 to begin a new one.
         position: int32 `[]`, the number of anchors that this pass has drawn.
         passes: int32 `[]`, the number of passes begun in this epoch.
-        left: int32 `[]`, the anchors that departed in this epoch, modulo the result of `_turn`.
+        left: int32 `[]`, the number of anchors that departed in this epoch, modulo `_rank_period`.
     """
 
     seed: jax.Array
@@ -84,19 +84,19 @@ class WithoutReplacement(Sampler):
         self, ring: Ring, state: EpochState, change: AnchorUpdate, anchors: Anchors
     ) -> EpochState:
         """Counts departed anchors, which shift ranks; ends the epoch if ranks are reordered."""
-        # Survivors have moved up by the departures, modulo the turn of ranks.
+        # Survivors have moved up by the departures, modulo the period of ranks.
         departed = state.left.astype(jnp.uint32) + change.departed_count.astype(jnp.uint32)
-        left = (departed % _turn(ring, state, anchors)).astype(jnp.int32)
+        shift = (departed % _rank_period(ring, state, anchors)).astype(jnp.int32)
         # Length 0 ends the epoch: the next draw finds nothing left of it.
         length = jnp.where(change.reordered, 0, state.length)
-        return state.replace(left=left, length=length)
+        return state.replace(left=shift, length=length)
 
     def rebuild_index(
         self, ring: Ring, state: EpochState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> EpochState:
         """Continues the epoch if all held rows were anchors and still are; else ends it."""
-        same = (old.count == new.count) & (old.all_held and new.all_held)
-        return state.replace(length=jnp.where(same, state.length, 0))
+        is_same = (old.count == new.count) & (old.all_held and new.all_held)
+        return state.replace(length=jnp.where(is_same, state.length, 0))
 
     def draw(
         self,
@@ -119,19 +119,20 @@ class WithoutReplacement(Sampler):
             length=jnp.where(ends, anchors.count, state.length),
             left=jnp.where(ends, 0, state.left),
         )
+        # The next positions of the pass, each with the rank that it had when the epoch began.
         offset = epoch.position + jnp.arange(batch_size, dtype=jnp.int32)
-        # The rest of a short last batch is masked.
+        # The end of a short last batch is masked.
         inside = offset < epoch.length
         if self.drop_last:
             inside = inside & (epoch.position + batch_size <= epoch.length)
-        first_rank = jnp.where(inside, offset, 0)  # at the beginning of the epoch
+        first_rank = jnp.where(inside, offset, 0)
         if self.shuffle:
             first_rank = random_bits.permute(epoch.seed, epoch.length, first_rank)
-        turn = _turn(ring, epoch, anchors).astype(jnp.int32)
+        period = _rank_period(ring, epoch, anchors).astype(jnp.int32)
         # Since the epoch began, `left` anchors departed at the front: ranks moved by as many.
         ranks = first_rank - epoch.left
-        # Those that departed are, around the turn, anchors that entered since.
-        ranks = jnp.where(ranks < 0, ranks + turn, ranks)
+        # Anchors that departed are replaced by some that entered since.
+        ranks = jnp.where(ranks < 0, ranks + period, ranks)
         mask = inside & (ranks < anchors.count)
         epoch = epoch.replace(position=epoch.position + jnp.sum(inside, dtype=jnp.int32))
         return epoch, anchors.uniform_draw(jnp.where(mask, ranks, 0), mask, key)
@@ -147,7 +148,7 @@ class WithoutReplacement(Sampler):
         return state
 
 
-def _turn(ring: Ring, state: EpochState, anchors: Anchors) -> jax.Array:
+def _rank_period(ring: Ring, state: EpochState, anchors: Anchors) -> jax.Array:
     """Returns the number of departures after which a rank belongs to another anchor, uint32 `[]`.
 
     It is N if all held slots are anchors, so that a rank stays with its slot; else the length of

@@ -40,9 +40,10 @@ class AnchorQueue(pytree.State):
 
     def positions(self, ring: Ring, offset: Any) -> jax.Array:
         """Returns positions in `slots`, `[K]` or `[K, S]`, at offsets from the heads."""
-        # One stream: the ring of slots is the ring of the buffer, from slot 0 on.
+        # With one stream, the ring of slots is the ring of the buffer, from slot 0 on.
         if not self.head.ndim:
             return ring.slot_after(self.head, offset)
+        # With several, each is a ring of R slots in its own part.
         part = np.arange(ring.envs, dtype=np.int32) * ring.rows
         return ring.row_after(self.head, offset) + part
 
@@ -107,9 +108,10 @@ def rows_back(context: Context, plan: WritePlan, back: jax.Array, which: jax.Arr
     ring, held, expired = context.ring, context.held, plan.expired_by_clock
     written, passed = plan.written_by_clock[..., None], plan.passed_by_clock[..., None]
     cursor, first = held.next_row(ring)[:, None], (expired - held.rows(ring))[:, None]
-    # The rows of this call follow the cursor; rows before `first` are not held after it.
+    # The rows of this call follow the cursor.
     row = ring.row_after(cursor, passed - back - 1 + ring.rows)
     slots = row * ring.envs + jnp.arange(ring.envs, dtype=jnp.int32)[:, None]
+    # Rows up to `first`, relative to the cursor, are not held after the call.
     is_held = which & written & (passed - back > first)
     return jnp.where(is_held, slots, ring.capacity).reshape(-1)
 
@@ -133,27 +135,57 @@ def after_write(
         lookback: a function from slots, int32 `[...]`, to the number of rows that each needs before
             it; None if they need none.
     """
-    ring, held = context.ring, context.held
-    is_one, width = held.streams == 1, ring.envs // held.streams
+    ring, held, is_one = context.ring, context.held, context.held.streams == 1
     # With one stream, `[]` stands for `[S]`.
     expired = plan.expired_by_clock[0] if is_one else plan.expired_by_clock
 
-    def leaves(slots: jax.Array) -> jax.Array:
+    def is_expired(slots: jax.Array) -> jax.Array:
         return held.before(ring, slots) - (lookback(slots) if lookback else 0) < expired
 
-    most, counts = min(plan.length, ring.rows) * width, queue.count
-    room = ring.capacity if is_one else ring.rows
+    queue, departed, departed_from, reordered = _remove_expired(
+        ring, queue, plan, expired, is_expired, slack
+    )
+    entered_count = jnp.sum(entered < ring.capacity, dtype=jnp.int32)
+    departed_count = jnp.sum(departed, dtype=jnp.int32)
+    update = AnchorUpdate(
+        entered=entered,
+        entered_count=entered_count,
+        departed_count=departed_count,
+        departed_from=departed_from,
+        # The ranks of streams follow each other, so any change of one moves those behind it.
+        reordered=reordered if is_one else entered_count + departed_count > 0,
+        **departures(context, plan),
+    )
+    return _append_anchors(ring, queue, plan.length, entered), update
+
+
+def _remove_expired(
+    ring: Ring,
+    queue: AnchorQueue,
+    plan: WritePlan,
+    expired: jax.Array,
+    is_expired: Callable[[jax.Array], jax.Array],
+    slack: int,
+) -> tuple[AnchorQueue, jax.Array, Callable[[jax.Array], jax.Array], jax.Array]:
+    """Removes the anchors for which `is_expired` is True, after a write by which rows expire.
+
+    Returns:
+        The queue without them; their number, int32 `[S]`; the function `departed_from` of an
+        `AnchorUpdate`; and True if anchors that stay changed their order, bool `[]`.
+    """
+    counts, is_one = queue.count, not queue.head.ndim
+    width, room = (ring.envs, ring.capacity) if is_one else (1, ring.rows)
+    most = min(plan.length, ring.rows) * width
+    # If any number of rows may expire, remove all anchors before the first one that stays.
     if not plan.bounded:
-        most_expired = jnp.max(expired) * width
-        queue = _without_leading(ring, queue, leaves, most_expired, most, room)
+        queue = _remove_prefix(ring, queue, is_expired, jnp.max(expired) * width, most, room)
     passed_over = counts - queue.count
-    # A bounded write removes at most as many anchors as it writes slots. With `slack`, they may
-    # stand behind younger ones, so more of the queue is read.
-    first = min(most + slack * width, room)
-    offset = first_places(first) if is_one else first_places(first)[:, None]
+    # A bounded write expires at most `most` anchors. With `slack`, they may follow younger ones.
+    offset = first_places(min(most + slack * width, room))
+    offset = offset if is_one else offset[:, None]
     at, slots = queue.read(ring, offset)
     exists = offset < queue.count
-    leaving = exists & leaves(slots)
+    leaving = exists & is_expired(slots)
     count = jnp.sum(leaving, axis=0, dtype=jnp.int32)
     start = 0 if is_one else jnp.cumsum(counts) - counts  # the rank of each stream's first anchor
     rank = start + passed_over + offset
@@ -172,55 +204,43 @@ def after_write(
         behind = count - jnp.cumsum(leaving, dtype=jnp.int32)
         to = jnp.where(exists & ~leaving, ring.slot_after(at, behind), ring.capacity)
         queue = queue.replace(slots=queue.slots.at[to].set(slots, mode="drop"))
-    entered_count = jnp.sum(entered < ring.capacity, dtype=jnp.int32)
-    departed_count = jnp.sum(passed_over + count, dtype=jnp.int32)
-    update = AnchorUpdate(
-        entered=entered,
-        entered_count=entered_count,
-        departed_count=departed_count,
-        departed_from=departed_from,
-        reordered=reordered if is_one else entered_count + departed_count > 0,
-        **departures(context, plan),
-    )
-    return _appended(context, queue.without_first(ring, count), plan, entered), update
+    return queue.without_first(ring, count), passed_over + count, departed_from, reordered
 
 
-def _without_leading(
+def _remove_prefix(
     ring: Ring,
     queue: AnchorQueue,
-    leaves: Callable[[jax.Array], jax.Array],
+    is_expired: Callable[[jax.Array], jax.Array],
     most_expired: jax.Array,
     size: int,
     room: int,
 ) -> AnchorQueue:
     """Removes all anchors before the first one that stays, `size` at a time."""
 
-    def pass_over(queue: AnchorQueue, size: int) -> AnchorQueue:
+    def remove_some(queue: AnchorQueue, size: int) -> AnchorQueue:
         offset = jnp.arange(size, dtype=jnp.int32)
         # A prefix leaves, as long as the offset of the first that stays.
         offset = offset[:, None] if queue.head.ndim else offset
         _, slots = queue.read(ring, offset)
-        stays = (offset >= queue.count) | ~leaves(slots)
+        stays = (offset >= queue.count) | ~is_expired(slots)
         return queue.without_first(ring, jnp.min(jnp.where(stays, offset, size), axis=0))
 
-    return in_passes(pass_over, queue, most_expired, size, size, room)
+    return in_passes(remove_some, queue, most_expired, size, size, room)
 
 
-def _appended(
-    context: Context, queue: AnchorQueue, plan: WritePlan, entered: jax.Array
-) -> AnchorQueue:
-    """Appends the anchors that enter to the queue of their stream."""
-    ring = context.ring
+def _append_anchors(ring: Ring, queue: AnchorQueue, length: int, entered: jax.Array) -> AnchorQueue:
+    """Appends the anchors that enter with `length` rows to the queues of their streams."""
+    # Several anchors may enter with one row; those of an environment keep their order.
     if queue.head.ndim:
-        # Several anchors may enter with one row; those of an environment keep their order.
-        by_env = entered.reshape(plan.length, ring.envs, -1)
+        by_env = entered.reshape(length, ring.envs, -1)
         entered = jnp.moveaxis(by_env, 1, 2).reshape(-1, ring.envs)
-    entered = entered.reshape(entered.shape[0], -1)  # a column, in one shape for all kernels
-    joins = entered < ring.capacity
-    offset = queue.count + jnp.cumsum(joins, axis=0, dtype=jnp.int32) - 1
-    # The running count of those that join gives each a position; padding goes nowhere.
-    at = jnp.where(joins, queue.positions(ring, offset), ring.capacity)
-    added = jnp.sum(joins, axis=0, dtype=jnp.int32).reshape(queue.count.shape)
+    # A column, in one shape for all kernels.
+    entered = entered.reshape(entered.shape[0], -1)
+    # The running count of real slots gives each its position; padding goes nowhere.
+    is_real = entered < ring.capacity
+    offset = queue.count + jnp.cumsum(is_real, axis=0, dtype=jnp.int32) - 1
+    at = jnp.where(is_real, queue.positions(ring, offset), ring.capacity)
+    added = jnp.sum(is_real, axis=0, dtype=jnp.int32).reshape(queue.count.shape)
     return queue.replace(slots=gather.put(queue.slots, at, entered), count=queue.count + added)
 
 
@@ -236,8 +256,3 @@ def in_passes(
         cpu=lambda: dependencies.loop(trips, lambda _, carry: step(carry, size), carry),
         default=lambda: step(carry, room),
     )
-
-
-def waited(queue: AnchorQueue) -> jax.Array:
-    """Returns an int32 zero that depends on all reads that the queue waits for."""
-    return jnp.minimum(jnp.min(queue.head) + jnp.min(queue.count), 0)

@@ -85,6 +85,7 @@ def steps_back(context: Context, ended: jax.Array | None, slots: jax.Array, most
     # Windows that cross episodes begin at the oldest row only.
     if ended is None:
         return jnp.minimum(oldest, most)
+    # Read the flags of the `most` rows before each slot; the nearest end is not in the episode.
     step = jnp.arange(most, dtype=jnp.int32)
     at = ring.slot_before(slots[:, None], jnp.minimum(step + 1, ring.rows) * ring.envs)
     is_last = gather.read(ended, at)
@@ -168,33 +169,11 @@ def after_write(
         row's episode, int32 `[T, E]`.
     """
     ring, expired, added = context.ring, plan.expired_by_clock, plan.rows_by_clock
-    written, passed = plan.written_by_clock, plan.passed_by_clock
-    # An episode enters the table with the row that makes it long enough, so just once.
-    size, running = lengths(table.length, done, plan, enough + 1)
-    begins = written & (size == enough)
-    number = jnp.cumsum(begins, axis=0, dtype=jnp.int32)
-    room, env = table.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
-    # Rows before the first that begins an episode in this call belong to the running one.
-    position = (table.head + table.count - 1 + number) % room
-    time = table.now + passed.astype(jnp.uint32) - 1
-
-    def put(array: jax.Array, which: jax.Array, value: jax.Array) -> jax.Array:
-        lasting = which & (number > number[-1] - room)  # of more than there is room for, the last
-        return array.at[jnp.where(lasting, position, room), env].set(value, mode="drop")
-
-    # A call may begin more episodes than the table has room for: the oldest ones leave it.
-    count = table.count + number[-1]
-    surplus = jnp.maximum(count - room, 0)
-    after = EpisodeTable(
-        first=put(table.first, begins, time - np.uint32(enough - 1)),
-        last=put(table.last, written & done & (size >= enough), jnp.broadcast_to(time, done.shape)),
-        head=(table.head + surplus) % room,
-        count=count - surplus,
-        length=running,
-        now=table.now + added.astype(jnp.uint32),
-    )
-    rows_held, whole = context.held.rows(ring) + added - expired, length is not None
-    after = _without_lost(ring, after, rows_held, plan, enough, whole)
+    written, whole = plan.written_by_clock, length is not None
+    after, number, position = _add_rows(ring, table, plan, written, added, done, enough)
+    # Remove the episodes of which the write has overwritten too many rows.
+    rows_held = context.held.rows(ring) + added - expired
+    after = _remove_lost(ring, after, rows_held, plan, enough, whole)
     # A running episode counts as at most R + 1 rows long: ages never overflow.
     at, most = after.running, np.uint32(ring.rows + 1)
     first = dependencies.materialize(lambda: after.first[at])
@@ -202,12 +181,55 @@ def after_write(
     after = after.replace(first=after.first.at[at].set(first))
     # Whole episodes become anchors when they end, others when they are long enough.
     arrived = jnp.sum(done & written, axis=0, dtype=jnp.int32) if whole else number[-1]
-    update = _update(ring, table, after, arrived, whole)
-    if length is not None:
-        entered = _first_rows(context, plan, done, length)
-        leaving = departures(context, plan)  # no row that leaves is an anchor
-        update = dataclasses.replace(update, entered=entered, **leaving)
+    update = _describe_update(context, plan, table, after, arrived, done, length)
+    if whole:
+        # The rows that expire, of which none is an anchor any more.
+        update = dataclasses.replace(update, **departures(context, plan))
     return after, update, position
+
+
+def _add_rows(
+    ring: Ring,
+    table: EpisodeTable,
+    plan: WritePlan,
+    written: jax.Array,
+    added: jax.Array,
+    done: jax.Array,
+    enough: int,
+) -> tuple[EpisodeTable, jax.Array, jax.Array]:
+    """Adds the rows of a write to the table; `written` and `added` are those of its plan, by clock.
+
+    Returns:
+        The table; the number of episodes that entered it up to each row, int32 `[T, E]`; and the
+        position in the table of each row's episode, int32 `[T, E]`.
+    """
+    passed = plan.passed_by_clock
+    # An episode enters the table with the row that makes it long enough, so just once.
+    size, running = lengths(table.length, done, plan, enough + 1)
+    enters = written & (size == enough)
+    number = jnp.cumsum(enters, axis=0, dtype=jnp.int32)
+    room, env = table.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
+    # Rows before the first episode that enters in this call belong to the running one.
+    position = (table.head + table.count - 1 + number) % room
+    time = table.now + passed.astype(jnp.uint32) - 1
+
+    def put(array: jax.Array, which: jax.Array, value: jax.Array) -> jax.Array:
+        # Of more episodes than there is room for, the last ones are stored.
+        is_stored = which & (number > number[-1] - room)
+        return array.at[jnp.where(is_stored, position, room), env].set(value, mode="drop")
+
+    # More episodes may enter in a call than the table has room for: the oldest ones leave it.
+    count = table.count + number[-1]
+    surplus = jnp.maximum(count - room, 0)
+    after = EpisodeTable(
+        first=put(table.first, enters, time - np.uint32(enough - 1)),
+        last=put(table.last, written & done & (size >= enough), jnp.broadcast_to(time, done.shape)),
+        head=(table.head + surplus) % room,
+        count=count - surplus,
+        length=running,
+        now=table.now + added.astype(jnp.uint32),
+    )
+    return after, number, position
 
 
 def truncate(
@@ -227,35 +249,44 @@ def truncate(
     after = table.replace(last=last, length=jnp.where(which, 0, table.length))
     if length is None:
         return after, None
+    # Episodes that run become whole ones, if all of their rows are held.
     ring, now, runs = context.ring, anchor_queue.no_rows(context.ring), which & (table.length > 0)
-    after = _without_lost(ring, after, context.held.rows(ring), now, enough, whole=True)
-    update = _update(ring, table, after, runs.astype(jnp.int32), whole=True)
-    entered = _first_rows(context, now, runs[None], length[None])
-    return after, dataclasses.replace(update, entered=entered)
+    after = _remove_lost(ring, after, context.held.rows(ring), now, enough, whole=True)
+    arrived = runs.astype(jnp.int32)
+    return after, _describe_update(context, now, table, after, arrived, runs[None], length[None])
 
 
-def _first_rows(context: Context, plan: WritePlan, ends: jax.Array, length: jax.Array) -> jax.Array:
-    """Returns the slots of the first rows of episodes that end, int32 `[T * E]`; N if not held."""
-    back = jnp.maximum(length - 1, 0)[..., None]
-    return anchor_queue.rows_back(context, plan, back, ends[..., None])
-
-
-def _update(
-    ring: Ring, before: EpisodeTable, after: EpisodeTable, arrived: jax.Array, whole: bool
+def _describe_update(
+    context: Context,
+    plan: WritePlan,
+    before: EpisodeTable,
+    after: EpisodeTable,
+    arrived: jax.Array,
+    ends: jax.Array,
+    length: jax.Array | None,
 ) -> AnchorUpdate:
-    """Returns the update, without slots, after `arrived` episodes, int32 `[E]`, became anchors."""
+    """Returns the update by which `arrived` episodes, int32 `[E]`, became anchors.
+
+    `ends`, bool `[T, E]`, is True for rows that end an episode. It has slots only if whole episodes
+    are anchors, whose `length` is then that of `after_write`.
+    """
+    whole, entered = length is not None, jnp.zeros(0, jnp.int32)
     departed = before.num_anchors(whole) + arrived - after.num_anchors(whole)
     count, arrived = (jnp.sum(number, dtype=jnp.int32) for number in (departed, arrived))
+    # A whole episode enters by its first row, if that is held.
+    if length is not None:
+        back = jnp.maximum(length - 1, 0)[..., None]
+        entered = anchor_queue.rows_back(context, plan, back, ends[..., None])
     return AnchorUpdate(
-        entered=jnp.zeros(0, jnp.int32),
+        entered=entered,
         entered_count=arrived,
         departed_count=count,
         departed_from=lambda rank: jnp.maximum(count - rank, 0),
-        reordered=(arrived + count > 0) & (ring.envs > 1),
+        reordered=(arrived + count > 0) & (context.ring.envs > 1),
     )
 
 
-def _without_lost(
+def _remove_lost(
     ring: Ring,
     table: EpisodeTable,
     rows_held: jax.Array,
@@ -269,23 +300,25 @@ def _without_lost(
     """
     room, env = table.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
 
-    def drop(table: EpisodeTable, most: int) -> EpisodeTable:
+    def drop_oldest(table: EpisodeTable, most: int) -> EpisodeTable:
         offset = jnp.arange(most, dtype=jnp.int32)[:, None]
         # A whole episode is lost with its first row, others if less than `enough` rows are held.
         edge = table.first if whole else table.last
         edge = dependencies.materialize(lambda: edge[(table.head + offset) % room, env])
-        # `last` of the running episode is not set: it stays whatever that says.
+        # The running episode stays, as its `last` is not set yet.
         runs = (offset == table.count - 1) & (table.length >= enough)
         age = table.now - 1 - edge
         is_lost = (offset < table.count) & ~runs & (age + enough > rows_held.astype(jnp.uint32))
         lost = jnp.sum(is_lost, axis=0, dtype=jnp.int32)
         return table.replace(head=(table.head + lost) % room, count=table.count - lost)
 
+    # Rows of a bounded write displace no more than these episodes.
     few = min(plan.length, ring.rows) // enough + 2
     if plan.bounded:
-        return drop(table, few)
-    expired = jnp.max(plan.expired)
-    return anchor_queue.in_passes(drop, table, expired, max(1, (few - 2) * enough), few, room)
+        return drop_oldest(table, few)
+    # In the rows that other writes may expire, episodes are removed `few` at a time.
+    expired, each = jnp.max(plan.expired), max(1, (few - 2) * enough)
+    return anchor_queue.in_passes(drop_oldest, table, expired, each, few, room)
 
 
 def anchors(context: Context, table: EpisodeTable, enough: int, whole: bool = False) -> Anchors:
@@ -298,13 +331,14 @@ def anchors(context: Context, table: EpisodeTable, enough: int, whole: bool = Fa
     total, newest = jnp.sum(counts, dtype=jnp.int32), held.newest(ring)
 
     def nth(ranks: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # The episode of each rank, and its extent.
         env, index = locate(counts, ranks)
         at = (table.head[env] + index) % table.first.shape[0]
         age, num_rows = extent(context, table, env, at, enough)
-        # Rows of the episode at which `enough` rows are left.
+        # Draw one of the rows from which at least `enough` rows are left.
         starts = jnp.ones_like(age) if whole else jnp.maximum(num_rows - (enough - 1), 1)
         words = random_bits.words(random_bits.fold(key, _STARTS), ranks.size)
-        # Rows back from the newest one to the episode's first row, less a random start.
+        # Count the rows from the newest one back to the drawn start.
         back = age + num_rows - 1 - random_bits.below(starts, *words)
         slots = ring.slot_before(newest[env], back * ring.envs)
         return jnp.where(ranks < total, slots, newest[0]), 1 / starts.astype(jnp.float32)
@@ -327,8 +361,9 @@ def extent(
     rows_held = jnp.broadcast_to(context.held.rows(context.ring), table.head.shape)[env]
     first, last = dependencies.materialize(lambda: (table.first[at, env], table.last[at, env]))
     # The running episode ends, for now, with the newest row.
-    runs = (at == table.running[0][env]) & (table.length[env] >= enough)
+    is_running = (at == table.running[0][env]) & (table.length[env] >= enough)
     newest = table.now[env] - 1
-    last = jnp.where(runs, newest, last)
+    last = jnp.where(is_running, newest, last)
+    # Of the oldest episode, the first rows may be overwritten.
     age = (newest - last).astype(jnp.int32)
     return age, jnp.minimum((last - first + 1).astype(jnp.int32), rows_held - age)

@@ -143,13 +143,14 @@ class FrameStack(WrappingUnit):
         check_ends(spec, keys)
         names = pytree.leaf_names(spec)
         named = dict(zip(names, jax.tree.leaves(spec), strict=True))
-        # Not every item has a next observation; paths that are given must be there.
+        # Not every item has a next observation; paths that are given must exist.
         for path in (keys.observation,) if self.paths is None else self.paths:
             if not any(within(name, path_name(path)) for name in names):
                 raise ValueError(
                     f"FrameStack: paths: expected leaves at '{path_name(path)}', got an item with "
                     f"the leaves {names}."
                 )
+        # The earlier frames of a next observation are read from the observation.
         for name in names:
             twin = keys.twin(name)
             if not self._is_stacked(name, keys) or not keys.is_next(name):
@@ -160,6 +161,7 @@ class FrameStack(WrappingUnit):
                     f"like it in the observation ('{twin or path_name(keys.observation)}'), whose "
                     f"rows are the frames before it, got {named.get(twin or name)}."
                 )
+        # Goals, and what was achieved, are compared as they are stored.
         stacked = [name for name in names if self._is_stacked(name, keys)]
         for path in self.unit.goals:
             if any(within(name, path_name(path)) for name in stacked):
@@ -196,14 +198,16 @@ class FrameStack(WrappingUnit):
     ) -> tuple[FrameStackState, AnchorUpdate]:
         """Adds anchors of the inner unit, and removes them when their stack is cut."""
         ring, held = context.ring, context.held
+        # Count the rows before each new one in its episode.
         inner, change = self.unit.on_write(context, state.unit, plan, items)
         done = episode_ends(context, plan, items)
         length, running = episodes.lengths(state.length, done, plan, self.k)
-        later = plan.after(anchor_queue.waited(state.queue))  # `back` was read for it
-        back = put_rows(state.back, later, (length - 1).astype(state.back.dtype))
+        # The queue waits for the reads of `back` that chose its anchors; so does this write.
+        zero = jnp.minimum(jnp.min(state.queue.head) + jnp.min(state.queue.count), 0)
+        back = put_rows(state.back, plan.after(zero), (length - 1).astype(state.back.dtype))
         state = state.replace(back=back, length=running, unit=inner)
         # An anchor of the inner unit enters if its stack is still held when the write is done.
-        entered = _with_whole_stack(context, plan, change.entered, state)
+        entered = _keep_whole_stacks(context, plan, change.entered, state)
         queue, own = anchor_queue.after_write(
             context, state.queue, plan, entered, self.max_entry_delay, state.rows_before
         )
@@ -236,7 +240,7 @@ class FrameStack(WrappingUnit):
         if change is None:
             return state, None
         now = anchor_queue.no_rows(context.ring)
-        entered = _with_whole_stack(context, now, change.entered, state)
+        entered = _keep_whole_stacks(context, now, change.entered, state)
         queue, own = anchor_queue.after_write(context, state.queue, now, entered, slack=0)
         return state.replace(queue=queue), own
 
@@ -259,7 +263,6 @@ class FrameStack(WrappingUnit):
         is greater. Below it, this unit's number is right, while windows across episodes count their
         stride.
         """
-        # This unit counts up to k - 1 rows; beyond, the inner one may know more.
         own, inner = state.rows_before(slots), self.unit.episode_step(state.unit, slots)
         if self.k == 1:
             return inner
@@ -289,31 +292,31 @@ class FrameStack(WrappingUnit):
 
         Of a next observation, only the last frame is read; the frames before it are observations.
         """
-        keys = context.keys
-        inner = self.unit.plan_read(context, state.unit, slots, mask, key)
+        keys, inner = context.keys, self.unit.plan_read(context, state.unit, slots, mask, key)
+        # Find the stacks of the rows at which the inner unit reads observations.
         at, at_next = (
             inner.where(path_name(path)) for path in (keys.observation, keys.next_observation)
         )
-        frames, is_whole, real = self._stack(context, state, at)
-        # If both are read at the same rows, the stack of the next observation is the other one,
-        # moved on by one. If not, as in n-step returns, its frames are read too. By identity: both
-        # are read at the very same array of slots, or at different rows.
+        frames, is_whole, real = self._locate_stacks(context, state, at)
+        # Read at the same array of slots, the stack of the next observation is the other one, moved
+        # on by one. At different rows, as in n-step returns, its frames are read too.
         if at is not at_next:
-            more, _, more_real = self._stack(context, state, at_next)
+            more, _, more_real = self._locate_stacks(context, state, at_next)
             frames = jnp.concatenate([frames, more[..., 1:]], axis=-1)
             real = jnp.concatenate([real, more_real[..., 1:]], axis=-1)
         mask = inner.mask
+        # If an entry has several rows, the stacks of all must be held.
         if is_whole.shape[: mask.ndim] == mask.shape:
-            # If an entry has several rows, the stacks of all must be held.
             mask &= is_whole.all(axis=tuple(range(mask.ndim, is_whole.ndim)))
 
-        def masked(value: jax.Array) -> jax.Array:
-            is_mark = (value.shape, value.dtype) == (mask.shape, mask.dtype)
-            return value & mask if is_mark else value
+        def apply_mask(value: jax.Array) -> jax.Array:
+            # Flags of rows are False where the mask is; other values stay.
+            is_flag = (value.shape, value.dtype) == (mask.shape, mask.dtype)
+            return value & mask if is_flag else value
 
         info = {
-            name: it.map(masked) if isinstance(it, AuxRead) else masked(it)
-            for name, it in inner.info.items()
+            name: entry.map(apply_mask) if isinstance(entry, AuxRead) else apply_mask(entry)
+            for name, entry in inner.info.items()
         }
         return ReadPlan(
             where=lambda name: frames if self._is_read_often(name, keys) else inner.where(name),
@@ -322,7 +325,7 @@ class FrameStack(WrappingUnit):
             residuals=(dataclasses.replace(inner, info=info), real),
         )
 
-    def _stack(
+    def _locate_stacks(
         self, context: Context, state: FrameStackState, slots: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the slots of stacks that end at `slots`, int32 `[..., k]`, oldest first.
@@ -344,7 +347,7 @@ class FrameStack(WrappingUnit):
         axis = real.ndim - 1
         named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
 
-        def frames(name: str) -> jax.Array:
+        def pad_frames(name: str) -> jax.Array:
             leaf = named[name]
             # `plan_read` has repeated the first frame already.
             if self.pad == "first":
@@ -360,17 +363,19 @@ class FrameStack(WrappingUnit):
                     return leaf
                 # Read k times for the stack of its twin, but not stacked: its own row is the last.
                 return lax.index_in_dim(leaf, self.k - 1, axis, keepdims=False)
+            # Its own frames are the first k; others are for the stack of its twin.
             if twin is None:
-                return lax.slice_in_dim(frames(name), 0, self.k, axis=axis)
-            return _moved_on(frames(twin), self.k, leaf, axis)
+                return lax.slice_in_dim(pad_frames(name), 0, self.k, axis=axis)
+            return _append_frame(pad_frames(twin), self.k, leaf, axis)
 
         return self.unit.reduce(jax.tree_util.tree_map_with_path(stack, raw), inner, keys)
 
 
-def _moved_on(frames: jax.Array, k: int, new: jax.Array, axis: int) -> jax.Array:
+def _append_frame(frames: jax.Array, k: int, new: jax.Array, axis: int) -> jax.Array:
     """Returns stacks of k frames: the last k - 1 of `frames`, along `axis`, and then `new`."""
     many, dims = frames.shape[axis], range(frames.ndim)
-    if casting.is_keys(frames.dtype):  # which cannot be padded
+    # PRNG keys cannot be padded.
+    if casting.is_keys(frames.dtype):
         before = lax.slice_in_dim(frames, many - k + 1, many, axis=axis)
         return jnp.concatenate([before, jnp.expand_dims(new, axis)], axis=axis)
     # On the CPU, XLA takes longer to concatenate frames than to choose between two arrays of them.
@@ -381,7 +386,7 @@ def _moved_on(frames: jax.Array, k: int, new: jax.Array, axis: int) -> jax.Array
     return lax.select(is_new, last, before)
 
 
-def _with_whole_stack(
+def _keep_whole_stacks(
     context: Context, plan: WritePlan, slots: jax.Array, state: FrameStackState
 ) -> jax.Array:
     """Returns the slots; N replaces those whose stack is not held after the write."""

@@ -131,7 +131,8 @@ class Hindsight(WrappingUnit):
         ring, keys = context.ring, context.keys
         check_ends(spec, keys)
         keys.get(spec, "reward")
-        for path in (keys.done, keys.terminated):  # flags of several agents are not recomputed
+        # Flags of several agents are not recomputed.
+        for path in (keys.done, keys.terminated):
             names = list(leaves_at(spec, path))
             if self.terminated is not None and names not in ([], [path_name(path)]):
                 raise ValueError(
@@ -191,15 +192,16 @@ class Hindsight(WrappingUnit):
         keys, achieved = context.keys, path_name(self.achieved)
         inner = self.unit.plan_read(context, state.unit, slots, mask, key)
         words = random_bits.words(random_bits.fold(key, _WHERE), slots.size)
-        relabeled = self._relabeled(key, slots.size) & mask
+        relabeled = self._choose_relabeled(key, slots.size) & mask
         # What was achieved is read at the rows at which the inner unit reads it, rewards and flags.
         # Each distinct set of rows is read once.
         wide: dict[int, jax.Array] = {}
-        at = [inner.where(path_name(path)) for path in (self.achieved, keys.reward, _flag(keys))]
+        paths = self.achieved, keys.reward, _flag_path(keys)
+        at = [inner.where(path_name(path)) for path in paths]
         for where in at:
             wide[id(where)] = where if where.ndim > 1 else where[:, None]
-        chosen = self._goal_rows(context, state, wide[id(at[1])][:, -1], words)
-        # Masked entries read their own row, which is in range.
+        # Choose the row of the new goal. Masked entries read their own row, which is in range.
+        chosen = self._choose_goal_rows(context, state, wide[id(at[1])][:, -1], words)
         chosen = jnp.where(mask, chosen, slots)[:, None]
         # One gather for all rows of what was achieved; `reduce` cuts them apart by these spans.
         every = jnp.concatenate([*wide.values(), chosen], axis=1)
@@ -215,7 +217,7 @@ class Hindsight(WrappingUnit):
             residuals=(inner, [spans[id(where)] for where in at]),
         )
 
-    def _relabeled(self, key: jax.Array, size: int) -> jax.Array:
+    def _choose_relabeled(self, key: jax.Array, size: int) -> jax.Array:
         """Returns True for items to relabel, bool `[B]`: floor(ratio * B) of them, or one more.
 
         The number is rounded at random, so that the fraction is right on average for any B, even
@@ -230,7 +232,7 @@ class Hindsight(WrappingUnit):
         bits = random_bits.bits(random_bits.fold(key, _ROUNDING), (1,))
         return order < count + (bits < np.uint32(fraction << 12)).astype(jnp.int32)
 
-    def _goal_rows(
+    def _choose_goal_rows(
         self, context: Context, state: HindsightState, slots: jax.Array, words: jax.Array
     ) -> jax.Array:
         """Returns the slots of random rows whose achieved goal may replace the goal, int32 `[B]`.
@@ -252,9 +254,9 @@ class Hindsight(WrappingUnit):
 
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """Sets the goals, rewards and flags of relabeled items."""
-        (inner, spans), changed = plan.residuals, plan.info["relabeled"]
+        (inner, spans), relabeled = plan.residuals, plan.info["relabeled"]
         reached = find(raw, self.achieved, "Hindsight: achieved")
-        # The span of each set of rows in the one array that was read.
+        # Take the span of each set of rows out of the one array that was read.
         own, rewarded, flagged, goal = (
             jax.tree.map(lambda leaf, span=span: leaf[:, span], reached)
             for span in (*spans, slice(-1, None))
@@ -262,8 +264,8 @@ class Hindsight(WrappingUnit):
         lead = lambda path: inner.where(path_name(path)).ndim
         first = lambda leaf, path: leaf if lead(path) > 1 else leaf[:, 0]
 
-        def chosen(new: Any, old: Any) -> list[jax.Array]:
-            lift = lambda leaf: changed.reshape(-1, *(1,) * (leaf.ndim - 1))
+        def relabel(new: Any, old: Any) -> list[jax.Array]:
+            lift = lambda leaf: relabeled.reshape(-1, *(1,) * (leaf.ndim - 1))
             pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
             return [jnp.where(lift(was), now, was) for now, was in pairs]
 
@@ -272,37 +274,51 @@ class Hindsight(WrappingUnit):
         new = {path_name(self.achieved): own}
         for path in self.goals[:-1]:
             goals = [first(leaf, path) for leaf in jax.tree.leaves(goal)]
-            new[path_name(path)] = chosen(goals, find(raw, path, "Hindsight: goal"))
+            new[path_name(path)] = relabel(goals, find(raw, path, "Hindsight: goal"))
         old = keys.get(raw, "reward")
-        rewards = _computed(self.reward, "reward", rewarded, goal, old, lead(keys.reward))
-        new[path_name(keys.reward)] = chosen(rewards, old)
-        flags = keys.flags(raw)
-        done, over, cut = map(path_name, (keys.done, keys.terminated, keys.truncated))
-        if self.terminated is not None and flags.keys() & {done, over}:
-            like = flags[over] if over in flags else flags[done]
-            ends = _computed(self.terminated, "terminated", flagged, goal, like, lead(_flag(keys)))
-            either = ends
-            if cut in flags:
-                # A flag may be a number: whatever is not 0 is set.
-                is_cut = flags[cut] != jnp.zeros((), flags[cut].dtype)
-                either = ends | is_cut.reshape(ends.shape)
-            for name, flag in {over: ends, done: either}.items():
-                if name in flags:
-                    old = flags[name]
-                    new[name] = chosen(flag.reshape(old.shape).astype(old.dtype), old)
+        rewards = _compute_items(self.reward, "reward", rewarded, goal, old, lead(keys.reward))
+        new[path_name(keys.reward)] = relabel(rewards, old)
+        flags, flag_lead = keys.flags(raw), lead(_flag_path(keys))
+        for name, flag in self._compute_flags(keys, flags, flagged, goal, flag_lead).items():
+            new[name] = relabel(flag, flags[name])
         # The tree is visited in the order in which the leaves of each path were computed.
         remaining = {name: iter(leaves) for name, leaves in new.items()}
 
-        def visit(path: tuple, leaf: jax.Array) -> jax.Array:
+        def replace(path: tuple, leaf: jax.Array) -> jax.Array:
             name = pytree.leaf_name(path)
             prefixes = (prefix for prefix in remaining if within(name, prefix))
             return next((next(remaining[prefix]) for prefix in prefixes), leaf)
 
-        data, info = self.unit.reduce(jax.tree_util.tree_map_with_path(visit, raw), inner, keys)
+        data, info = self.unit.reduce(jax.tree_util.tree_map_with_path(replace, raw), inner, keys)
         return data, {**info, **plan.info}
 
+    def _compute_flags(
+        self, keys: Keys, old: dict[str, jax.Array], reached: Any, goal: Any, lead: int
+    ) -> dict[str, jax.Array]:
+        """Returns the flags `terminated` and `done` of the items, for other goals, by name.
 
-def _computed(function: Callable, what: str, reached: Any, goal: Any, old: Any, lead: int) -> Any:
+        Arguments are those of `_compute_items`.
+        """
+        done, over, cut = map(path_name, (keys.done, keys.terminated, keys.truncated))
+        if self.terminated is None or not old.keys() & {done, over}:
+            return {}
+        like = old[over] if over in old else old[done]
+        ends = either = _compute_items(self.terminated, "terminated", reached, goal, like, lead)
+        if cut in old:
+            # A flag may be a number: whatever is not 0 is set.
+            is_cut = old[cut] != jnp.zeros((), old[cut].dtype)
+            either = ends | is_cut.reshape(ends.shape)
+        new = {over: ends, done: either}
+        return {
+            name: flag.reshape(old[name].shape).astype(old[name].dtype)
+            for name, flag in new.items()
+            if name in old
+        }
+
+
+def _compute_items(
+    function: Callable, what: str, reached: Any, goal: Any, old: Any, lead: int
+) -> Any:
     """Returns `function` of what was reached, `[B, K, ...]`, and of goals, `[B, 1, ...]`.
 
     The result has the shapes of `old`, whose leaves have `lead` axes before those of a transition.
@@ -312,7 +328,7 @@ def _computed(function: Callable, what: str, reached: Any, goal: Any, old: Any, 
     new = jax.vmap(one)(reached, jax.tree.map(lambda leaf: leaf[:, 0], goal))
     pytree.check_structure(old, new, f"Hindsight: {what}", "Give what the items have there.")
 
-    def like(new: jax.Array, old: jax.Array) -> jax.Array:
+    def check_leaf(new: jax.Array, old: jax.Array) -> jax.Array:
         items = new.shape[2:], old.shape[lead:]
         if items[0] != items[1] and set(items) != {(), (1,)}:
             raise ValueError(
@@ -327,9 +343,9 @@ def _computed(function: Callable, what: str, reached: Any, goal: Any, old: Any, 
             )
         return new.reshape(old.shape)
 
-    return jax.tree.map(like, new, old)
+    return jax.tree.map(check_leaf, new, old)
 
 
-def _flag(keys: Keys) -> Path | None:
+def _flag_path(keys: Keys) -> Path | None:
     """Returns the path to a flag; all flags are read at the same rows."""
     return keys.terminated if keys.done is None else keys.done

@@ -97,8 +97,10 @@ class NStep(Unit):
             checks.fraction("discount", self.discount)
         checks.flag("strict", self.strict)
 
-    def _is_discount(self, name: str) -> bool:
-        return not isinstance(self.discount, int | float) and name == path_name(self.discount)
+    @property
+    def _discount_name(self) -> str | None:
+        """The name of the leaf of discounts; None if the discount is a number."""
+        return None if isinstance(self.discount, int | float) else path_name(self.discount)
 
     @property
     def max_entry_delay(self) -> int:
@@ -136,19 +138,20 @@ class NStep(Unit):
         ring, keys = context.ring, context.keys
         check_ends(spec, keys)
         keys.get(spec, "reward")
+        # An integer cannot hold a discounted sum.
         for name, leaf in leaves_at(spec, keys.reward).items():
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(
                     f"NStep: leaf '{name}': expected a reward of a floating dtype, got "
                     f"{leaf.dtype}. Discounted sums are fractions: store it as float32."
                 )
-        if not isinstance(self.discount, int | float):
+        if self._discount_name is not None:
             named = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
-            leaf = named.get(path_name(self.discount))
+            leaf = named.get(self._discount_name)
             is_real = leaf is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
             if leaf is None or not is_real or leaf.shape not in ((), (1,)):
                 raise ValueError(
-                    f"NStep: discount: expected a floating leaf at '{path_name(self.discount)}', "
+                    f"NStep: discount: expected a floating leaf at '{self._discount_name}', "
                     "of shape () or (1,) for one transition, got "
                     f"{list(named) if leaf is None else leaf}."
                 )
@@ -185,11 +188,12 @@ class NStep(Unit):
         ended = episodes.mark_newest(context, state.ended, which)
         if state.queue is None or state.length is None:
             return state.replace(ended=ended), None
+        # Returns of fewer than n rows end here; the one from n - 1 rows back was complete before.
         now = anchor_queue.no_rows(context.ring)
-        back = jnp.arange(self.n - 2, -1, -1, dtype=jnp.int32)  # n - 1 back was complete before
+        back = jnp.arange(self.n - 2, -1, -1, dtype=jnp.int32)
         ends = which & (context.held.rows(context.ring) > 0)
-        waiting = ends[:, None] & (back < state.length[:, None])
-        entered = anchor_queue.rows_back(context, now, back, waiting[None])
+        completes = ends[:, None] & (back < state.length[:, None])
+        entered = anchor_queue.rows_back(context, now, back, completes[None])
         queue, change = anchor_queue.after_write(context, state.queue, now, entered, slack=0)
         length = jnp.where(which, 0, state.length)
         return state.replace(ended=ended, length=length, queue=queue), change
@@ -221,15 +225,15 @@ class NStep(Unit):
         last = window[:, -1]
 
         def where(name: str) -> jax.Array:
-            if within(name, path_name(keys.reward)) or self._is_discount(name):
+            if within(name, path_name(keys.reward)) or name == self._discount_name:
                 return window
             return last if keys.is_next(name) else slots
 
         info = {"steps": jnp.where(mask, steps, 0)}
         if isinstance(self.discount, int | float):
-            powers = [self.discount**m for m in range(self.n + 1)]
-            # Chosen among powers computed in Python, as float32 powers are off by some units in the
+            # Choose among powers computed in Python, as float32 powers are off by some units in the
             # last place; by selects if they are few, as a gather would be one more kernel.
+            powers = [self.discount**m for m in range(self.n + 1)]
             if self.n <= _UNROLLED:
                 power = jnp.full(steps.shape, powers[0], jnp.float32)
                 for number, each in enumerate(powers[1:], 1):
@@ -244,14 +248,14 @@ class NStep(Unit):
         steps, info, discounts = plan.info["steps"], dict(plan.info), None
         # Rows after the end repeat the last row, and do not count.
         inside = jnp.arange(self.n, dtype=jnp.int32) < steps[:, None]
-        if not isinstance(self.discount, int | float):
+        if self._discount_name is not None:
             named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
             # In float32 at least: bfloat16 keeps three digits, of a product fewer.
-            leaf = pytree.widen(named[path_name(self.discount)])
+            leaf = pytree.widen(named[self._discount_name])
             discounts = jnp.where(inside & plan.mask[:, None], leaf.reshape(inside.shape), 1)
             # Discounts after a discount of 0 are ignored: they may be NaN.
             times = lambda total, factor: total * jnp.where(total == 0, 1, factor)
-            product = _folded(times, jnp.ones_like(discounts[:, 0]), [discounts])
+            product = _fold_rows(times, jnp.ones_like(discounts[:, 0]), [discounts])
             info["discount"] = jnp.where(plan.mask, product, 0.0).astype(jnp.float32)
 
         def add(later: jax.Array, reward: jax.Array, real: jax.Array, *own: jax.Array) -> jax.Array:
@@ -260,32 +264,35 @@ class NStep(Unit):
             later = jnp.where(factor == 0, 0, later) if own or not factor else later
             return jnp.where(real, reward, 0) + factor * later
 
-        def reduced(path: tuple, leaf: jax.Array) -> jax.Array:
+        def reduce_leaf(path: tuple, leaf: jax.Array) -> jax.Array:
             name = pytree.leaf_name(path)
             if within(name, path_name(keys.reward)):
+                # Flags and discounts `[B, n]` get the further axes of the reward.
                 wide = pytree.widen(leaf)
                 lift = lambda array: array.reshape(*array.shape, *(1,) * (wide.ndim - 2))
                 columns = [wide, lift(inside)]
                 if discounts is not None:
                     columns.append(lift(discounts).astype(wide.dtype))
-                return _folded(add, jnp.zeros_like(wide[:, 0]), columns, True).astype(leaf.dtype)
-            if self._is_discount(name):
+                return _fold_rows(add, jnp.zeros_like(wide[:, 0]), columns, True).astype(leaf.dtype)
+            # The leaf of discounts was read at all rows; it stays a leaf of one.
+            if name == self._discount_name:
                 return leaf[:, -1] if keys.is_next(name) else leaf[:, 0]
             return leaf
 
-        return jax.tree_util.tree_map_with_path(reduced, raw), info
+        return jax.tree_util.tree_map_with_path(reduce_leaf, raw), info
 
 
-def _folded(
+def _fold_rows(
     step: Callable[..., jax.Array], start: jax.Array, rows: list[jax.Array], reverse: bool = False
 ) -> jax.Array:
     """Applies `step(value, *row)` to rows `[B, n, ...]` along axis 1, from `start` on."""
+    # Unroll the first steps, which are all of them if the return is short.
     order = range(rows[0].shape[1])[:: -1 if reverse else 1]
     for k in order[:_UNROLLED]:
         start = step(start, *(leaf[:, k] for leaf in rows))
     if len(order) <= _UNROLLED:
         return start
-    # The rest in a loop, of which each turn has as many rows as were unrolled.
+    # Loop over the other rows; each turn takes as many of them as were unrolled.
     others = slice(0, -_UNROLLED) if reverse else slice(_UNROLLED, None)
     others = [jnp.moveaxis(leaf[:, others], 1, 0) for leaf in rows]
     body = lambda value, row: (step(value, *row), None)

@@ -32,7 +32,7 @@ from jrb.units.episodes import EpisodeTable
 
 _MANY = 2**30  # rows of an episode, from which on the count restarts at about half of it
 _UNKNOWN = _MANY // 2
-_LONG = 1024
+_LONG = 1024  # rows of a window, beyond which its offsets are no constants of the program
 
 
 class SequenceState(pytree.State):
@@ -228,8 +228,9 @@ class Sequence(Unit):
         check_ends(spec, context.keys, is_needed=not self.cross_episodes)
         for path in self.first_only:
             find(spec, path, "Sequence: first_only")
+        # Anchors that are some of the rows are queued; if all rows are, none is stored.
         is_row = self.sample_by == "windows"
-        is_queued = is_row and (self.partial == "drop" or self.stride > 1)  # not all rows
+        is_queued = is_row and (self.partial == "drop" or self.stride > 1)
         crosses = self.cross_episodes and self.stride > 1
         rule = self.sample_by, self._enough, self.stride, self.cross_episodes
         return SequenceState(
@@ -247,9 +248,8 @@ class Sequence(Unit):
     ) -> tuple[SequenceState, AnchorUpdate]:
         """Makes rows, windows or episodes anchors when the last row that they need is written."""
         done = episode_ends(context, plan, items)
-        # Rows of an episode are counted as far as an anchor or a stride depends on them.
+        # Rows of an episode are counted as far as an anchor depends on them, for a stride all.
         if self.stride > 1:
-            # A stride is counted from the first row, however long the episode is.
             most = 2**31 - 1
         elif self.sample_by == "whole_episodes":
             most = context.ring.rows + 1
@@ -265,15 +265,17 @@ class Sequence(Unit):
             steps = jnp.where(length == 1, 0, self.stride) - to_next
             state = state.replace(phase=(state.phase + passed[-1]) % self.stride)
         ended = put_rows(state.ended, plan, done)
-        if self.stride > 1:  # the counts stay below 2^31, and the same modulo the stride
+        # Keep the counts below 2^31, and the same modulo the stride.
+        if self.stride > 1:
             surplus = _UNKNOWN // self.stride * self.stride
             running = jnp.where(running >= _MANY, running - surplus, running)
         # Two small writes in turn: both at once would wake a thread (see `WritePlan.in_line`).
         later = plan.in_line(ended)
         before = put_rows(state.before, later, steps.astype(state.before.dtype))
         state = state.replace(ended=ended, before=before, length=running)
+        # Update the anchors: in a queue, all rows, or episodes in a table.
         if state.queue is not None:
-            entered = self._entering(context, plan, length, steps)
+            entered = self._complete_anchors(context, plan, length, steps)
             queue, update = anchor_queue.after_write(context, state.queue, plan, entered, slack=0)
             return state.replace(queue=queue), update
         if state.episodes is None:
@@ -284,15 +286,17 @@ class Sequence(Unit):
         )
         return state.replace(episodes=table), update
 
-    def _entering(
+    def _complete_anchors(
         self, context: Context, plan: WritePlan, length: jax.Array, steps: jax.Array
     ) -> jax.Array:
         """Returns the anchor that each row completes, int32 `[T * E]`; N if it completes none."""
+        # A row completes the window that begins L - 1 rows before, if that is in the same episode.
         back = self._enough - 1
         enters = jnp.ones_like(length, jnp.bool_) if self.cross_episodes else length > back
-        # In a smaller ring, a stride would leave no anchor at times.
+        # In a smaller ring, a stride could leave no anchor.
         if context.ring.rows >= self._enough + self.stride - 1:
             enters = enters & ((steps - back) % self.stride == 0)
+        # The anchor of a padded window is the row itself.
         if self._is_padded:
             return jnp.where(enters, plan.slots, context.ring.capacity).reshape(-1)
         back = jnp.full(1, back, jnp.int32)
@@ -302,13 +306,13 @@ class Sequence(Unit):
         self, context: Context, state: SequenceState, which: jax.Array
     ) -> tuple[SequenceState, AnchorUpdate | None]:
         """Ends episodes at the newest rows."""
-        table, change = state.episodes, None
+        table, update = state.episodes, None
         if table is not None:
             whole = state.length if self.sample_by == "whole_episodes" else None
-            table, change = episodes.truncate(context, table, which, self._enough, whole)
+            table, update = episodes.truncate(context, table, which, self._enough, whole)
         ended = episodes.mark_newest(context, state.ended, which)
         length = jnp.where(which, 0, state.length)
-        return state.replace(ended=ended, length=length, episodes=table), change
+        return state.replace(ended=ended, length=length, episodes=table), update
 
     def is_episode_end(self, context: Context, state: SequenceState, slots: jax.Array) -> jax.Array:
         """Returns True for rows that were written or truncated as ends."""
@@ -337,7 +341,8 @@ class Sequence(Unit):
         if state.phase is not None:
             state = state.replace(phase=before % self.stride)
         if table is not None and self.sample_by == "whole_episodes":
-            table = table.replace(length=jnp.minimum(before, 2))  # it runs, but is not in the table
+            # The episode runs, but is not in the table.
+            table = table.replace(length=jnp.minimum(before, 2))
         return state.replace(length=jnp.maximum(before, 0), episodes=table)
 
     def anchors(self, context: Context, state: SequenceState) -> Anchors:
@@ -367,9 +372,11 @@ class Sequence(Unit):
             after = episodes.steps_ahead(context, ended, slots, self.length)[:, None]
         if self.burn_in:
             before = episodes.steps_back(context, ended, slots, self.burn_in)[:, None]
+        # Rows beyond the ends of the episode repeat its outermost rows, and are masked.
         step = of.arange(-self.burn_in, self.length, dtype=np.int32)
         real = mask[:, None] & ((step >= -before) & (step < after))
         near = of.clip(step, -before, after - 1)
+        # Steps back, in burn-in, are steps forward around the ring.
         ahead = of.where(near < 0, near + ring.rows, near) * ring.envs
         window = ring.slot_after(slots[:, None], ahead)
         # Without burn-in and padding the first row is the anchor, which needs no arithmetic.
@@ -414,12 +421,13 @@ class Sequence(Unit):
             mask: bool `[B, burn_in + L]`, True for real rows.
         """
         priorities, real = priorities[:, -self.length :], mask[:, -self.length :]
-        # NaN is refused for the whole window; the maximum would hide a negative priority.
+        # A window with NaN is refused; the maximum would hide a negative priority.
         priorities = jnp.where(priorities < 0, jnp.nan, priorities)
         count = jnp.maximum(jnp.sum(real, axis=1), 1).astype(jnp.float32)
         mean = jnp.sum(jnp.where(real, priorities, 0.0), axis=1) / count
         greatest = jnp.max(jnp.where(real, priorities, 0.0), axis=1)
+        # A share of 0 does not count, as 0 times an infinite priority is NaN.
         share = self.priority_max_weight
-        if share in (0, 1):  # a share of 0 is not read: the other one may be infinite
+        if share in (0, 1):
             return greatest if share else mean
         return share * greatest + (1 - share) * mean
