@@ -26,7 +26,7 @@ from jrb.datasets.recording.items import check_numeric
 from jrb.datasets.recording.parts import RecordedLeaf, RecordingSchema
 from jrb.keys import TED, Path, within
 from jrb.layouts.names import Leaves, flatten
-from jrb.transforms.leaves import with_leaf
+from jrb.transforms.leaves import insert_leaf
 
 _BLOCK = 4 << 20  # the maximum bytes of a block of steps
 _MOST = 4096  # the maximum number of steps of a block
@@ -251,7 +251,7 @@ def return_to_go(episode: Episode, *, discount: float = 1.0, path: Path = "retur
         return totals.astype(reward.dtype if is_floating else np.result_type(reward, np.float32))
 
     rewards = TED.get(episode, "reward")
-    return with_leaf(episode, path, jax.tree.map(sums, rewards), "return_to_go")
+    return insert_leaf(episode, path, jax.tree.map(sums, rewards), "return_to_go")
 
 
 # Calls of the user's function.

@@ -45,8 +45,8 @@ class ToFloat(LeafTransform):
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the data with images as floats."""
         out = super().apply(data, batch)
+        # Floats pass unchanged. If nothing changed, the images are elsewhere.
         pairs = zip(jax.tree.leaves(data), jax.tree.leaves(out), strict=True)
-        # Floats pass unchanged. Where nothing changed, images were expected that are not there.
         if all(new is old for old, new in pairs):
             raise ValueError(
                 f"ToFloat: expected a leaf of dtype uint8 in the observation, got the leaves "
@@ -54,7 +54,7 @@ class ToFloat(LeafTransform):
             )
         return out
 
-    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+    def _change_leaf(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
         if leaf.dtype == jnp.uint8:
             return (leaf.astype(jnp.float32) * self.scale).astype(self.dtype)
         if self.paths is None:
@@ -75,11 +75,12 @@ class ImageTransform(LeafTransform):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.choice("layout", self.layout, self.layouts)
+        # Check the sizes that subclasses have.
         for name in ("height", "width", "most"):
             if hasattr(self, name):
                 checks.count(name, getattr(self, name))
 
-    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+    def _change_leaf(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
         if leaf.ndim < batch.mask.ndim + len(self.layout):
             lead = "[B, ..., " if batch.mask.ndim == 1 else "[B, L, ..., "
             raise ValueError(
@@ -87,15 +88,18 @@ class ImageTransform(LeafTransform):
                 f"{', '.join(self.layout)}], got shape {leaf.shape}. Name the images with paths=, "
                 "or their layout."
             )
+        # The axes of height and width, after those of the batch.
         first = leaf.ndim - len(self.layout)
         axes = first + self.layout.index("H"), first + self.layout.index("W")
-        return self._image(name, leaf, axes, batch.key)
+        return self._change_image(name, leaf, axes, batch.key)
 
     @abc.abstractmethod
-    def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+    def _change_image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
         """Returns a leaf `[B, ..., *layout]`, changed along its axes of height and width."""
 
-    def _margins(self, name: str, leaf: jax.Array, axes: Axes, size: tuple[int, int]) -> list[int]:
+    def _find_margins(
+        self, name: str, leaf: jax.Array, axes: Axes, size: tuple[int, int]
+    ) -> list[int]:
         """Returns by how many pixels images exceed `size`, in height and width."""
         margins = [leaf.shape[axis] - length for axis, length in zip(axes, size, strict=True)]
         if min(margins) < 0:
@@ -133,10 +137,10 @@ class Resize(ImageTransform):
                 f"Resize: method: expected one of jax.image.resize, got {self.method!r}."
             ) from None
 
-    def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+    def _change_image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
         shape = list(leaf.shape)
         shape[axes[0]], shape[axes[1]] = self.height, self.width
-        return _rounded(jax.image.resize(pytree.widen(leaf), shape, self.method), leaf.dtype)
+        return _round_to(jax.image.resize(pytree.widen(leaf), shape, self.method), leaf.dtype)
 
 
 @pytree.component
@@ -156,16 +160,17 @@ class Grayscale(ImageTransform):
     layout: Layout = "HWC"
     keep: bool = True
 
-    def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+    def _change_image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
         axis = axes[0] - self.layout.index("H") + self.layout.index("C")
         if leaf.shape[axis] != 3:
             raise ValueError(
                 f"Grayscale: leaf '{name}': expected 3 channels in layout {self.layout}, got "
                 f"shape {leaf.shape}. Name the images with paths=, or their layout."
             )
+        # The brightness is a weighted sum over the channels.
         wide = jnp.moveaxis(pytree.widen(leaf), axis, -1)
         light = jnp.sum(wide * jnp.asarray([0.299, 0.587, 0.114], wide.dtype), axis=-1)
-        light = _rounded(light, leaf.dtype)
+        light = _round_to(light, leaf.dtype)
         return jnp.expand_dims(light, axis) if self.keep else light
 
 
@@ -188,9 +193,9 @@ class RandomShift(ImageTransform):
     paths: Paths | None = None
     layout: Layout = "HWC"
 
-    def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
-        offsets = _random(key, leaf, 2 * self.most + 1) - self.most
-        return _windows(leaf, axes, offsets, [leaf.shape[axis] for axis in axes])
+    def _change_image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+        offsets = _draw_integers(key, leaf, 2 * self.most + 1) - self.most
+        return _cut_windows(leaf, axes, offsets, [leaf.shape[axis] for axis in axes])
 
 
 @pytree.component
@@ -211,11 +216,13 @@ class RandomCrop(ImageTransform):
     paths: Paths | None = None
     layout: Layout = "HWC"
 
-    def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
-        margins = self._margins(name, leaf, axes, (self.height, self.width))
-        # Height and width have margins of their own, and each its own column of the same words.
-        offsets = [_random(key, leaf, margin + 1)[:, way] for way, margin in enumerate(margins)]
-        return _windows(leaf, axes, jnp.stack(offsets, axis=1), [self.height, self.width])
+    def _change_image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+        margins = self._find_margins(name, leaf, axes, (self.height, self.width))
+        # Height and width have different margins, and each takes its own column of the same words.
+        offsets = [
+            _draw_integers(key, leaf, margin + 1)[:, way] for way, margin in enumerate(margins)
+        ]
+        return _cut_windows(leaf, axes, jnp.stack(offsets, axis=1), [self.height, self.width])
 
 
 @pytree.component
@@ -234,21 +241,21 @@ class CenterCrop(ImageTransform):
     paths: Paths | None = None
     layout: Layout = "HWC"
 
-    def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+    def _change_image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
         size = self.height, self.width
-        margins = self._margins(name, leaf, axes, size)
+        margins = self._find_margins(name, leaf, axes, size)
         for axis, margin, length in zip(axes, margins, size, strict=True):
             leaf = jax.lax.slice_in_dim(leaf, margin // 2, margin // 2 + length, axis=axis)
         return leaf
 
 
-def _random(key: jax.Array, leaf: jax.Array, below: int) -> jax.Array:
+def _draw_integers(key: jax.Array, leaf: jax.Array, below: int) -> jax.Array:
     """Returns random integers in [0, below), int32 `[B, 2]`."""
     words = random_bits.bits(key, (2, leaf.shape[0], 2))
     return random_bits.below(jnp.int32(below), words[0], words[1])
 
 
-def _windows(leaf: jax.Array, axes: Axes, offsets: jax.Array, sizes: list[int]) -> jax.Array:
+def _cut_windows(leaf: jax.Array, axes: Axes, offsets: jax.Array, sizes: list[int]) -> jax.Array:
     """Returns the window of each item at its offset, int32 `[B, 2]`, with the border repeated."""
 
     def window(item: jax.Array, offset: jax.Array) -> jax.Array:
@@ -261,7 +268,7 @@ def _windows(leaf: jax.Array, axes: Axes, offsets: jax.Array, sizes: list[int]) 
     return jax.vmap(window)(leaf, offsets)
 
 
-def _rounded(wide: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _round_to(wide: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Returns floats in another dtype, rounded and kept in range for integers."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return wide.astype(dtype)

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -48,19 +49,18 @@ def dtype_name(name: str, dtype: DType) -> str:
     return kind.name
 
 
-def rewritten(
+def change_leaves(
     data: Item, paths: Paths, what: str, change: Callable[[str, jax.Array], jax.Array]
 ) -> Any:
     """Returns the data with `change(name, leaf)` for each leaf at or below one of the paths."""
+    # Raise for a path without entry.
     for path in paths:
         find(data, path, what)
-    names = [path_name(path) for path in paths]
-
-    def visit(path: tuple, leaf: jax.Array) -> jax.Array:
-        name = pytree.leaf_name(path)
-        return change(name, leaf) if any(within(name, prefix) for prefix in names) else leaf
-
-    return jax.tree_util.tree_map_with_path(visit, data)
+    leaves, structure = jax.tree.flatten(data)
+    for number, name in enumerate(pytree.leaf_names(data)):
+        if any(within(name, path_name(path)) for path in paths):
+            leaves[number] = change(name, leaves[number])
+    return structure.unflatten(leaves)
 
 
 class LeafTransform(Transform):
@@ -87,7 +87,8 @@ class LeafTransform(Transform):
         present = tuple(
             path for path in paths if path is not None and lookup(data, path) is not None
         )
-        return present or (keys.observation,)  # so that an error names it
+        # Without any, an error names the observation.
+        return present or (keys.observation,)
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the data with changed leaves."""
@@ -96,12 +97,12 @@ class LeafTransform(Transform):
         def change(name: str, leaf: jax.Array) -> jax.Array:
             # A key for each leaf, so that random changes of leaves are independent.
             key = random_bits.fold(batch.key, names.index(name))
-            return self._changed(name, leaf, dataclasses.replace(batch, key=key))
+            return self._change_leaf(name, leaf, dataclasses.replace(batch, key=key))
 
-        return rewritten(data, self.leaf_paths(data, batch.keys), type(self).__name__, change)
+        return change_leaves(data, self.leaf_paths(data, batch.keys), type(self).__name__, change)
 
     @abc.abstractmethod
-    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+    def _change_leaf(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
         """Returns the changed leaf; `batch.key` is a key for this leaf alone."""
 
 
@@ -129,7 +130,7 @@ class Cast(LeafTransform):
         cast = lambda leaf: leaf.astype(self.dtype) if is_floating(leaf) else leaf
         return jax.tree.map(cast, data)
 
-    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+    def _change_leaf(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
         return leaf.astype(self.dtype)
 
 
@@ -156,7 +157,7 @@ class Normalize(LeafTransform):
         if (np.asarray(self.std) == 0).any():
             raise ValueError(f"Normalize: std: expected numbers other than 0, got {self.std}.")
 
-    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+    def _change_leaf(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
         width = max(np.size(self.mean), np.size(self.std))
         if width > 1 and leaf.shape[-1:] != (width,):
             raise ValueError(
@@ -191,10 +192,10 @@ class Clip(LeafTransform):
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"Clip: expected low <= high, got {self.low} and {self.high}.")
 
-    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+    def _change_leaf(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
         low, high = self.low, self.high
-        # A bound such as 300 would wrap in uint8, and 0.5 would become 0.
-        if jnp.issubdtype(leaf.dtype, jnp.integer):  # the bounds that this dtype can hold
+        # Take bounds that an integer dtype holds: 300 would wrap in uint8, and 0.5 become 0.
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
             info = jnp.iinfo(leaf.dtype)
             low = None if low is None else min(max(math.ceil(low), info.min), info.max)
             high = None if high is None else max(min(math.floor(high), info.max), info.min)
@@ -224,7 +225,7 @@ class Scale(LeafTransform):
         super().__post_init__()
         check_numbers("Scale", factor=self.factor, offset=self.offset)
 
-    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+    def _change_leaf(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
         return pytree.widen(leaf) * self.factor + self.offset
 
 
@@ -286,7 +287,8 @@ class RewardToGo(Transform):
         what = f"RewardToGo: leaf '{path_name(keys.reward)}'"
         reward = keys.get(data, "reward")
         for leaf in jax.tree.leaves(reward):
-            if mask.ndim != 2:  # without a buffer, whose unit would have been refused
+            # A buffer refuses units without windows; a transform may be applied without a buffer.
+            if mask.ndim != 2:
                 raise ValueError(f"{what}: expected windows [B, L], got {leaf.shape}.")
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(
@@ -299,43 +301,57 @@ class RewardToGo(Transform):
         # Rows at which a sum ends, and those of them that have no value after them.
         stops, over = ends | ~jnp.pad(mask, ((0, 0), (0, 1)))[:, 1:], ends
         # A whole episode has its end, unless the window is too short for it.
-        rest = jnp.nan if self.to == "episode" and batch.ends is not None else 0.0
-        beyond = jax.tree.map(lambda _: jnp.float32(rest), reward)
+        beyond = jnp.nan if self.to == "episode" and batch.ends is not None else 0.0
+        values = jax.tree.map(lambda _: jnp.float32(beyond), reward)
+        # With a bootstrap, a sum ends with that value, unless the episode terminated.
         if self.bootstrap is not None:
-            beyond = find(data, self.bootstrap, "RewardToGo: bootstrap")
-            is_told = leaves_at(data, keys.terminated)
-            own = dataclasses.replace(keys, done=None, truncated=None) if is_told else keys
-            over = ends_of(data, own) if own.flags(data) else jnp.zeros_like(mask)
+            values = find(data, self.bootstrap, "RewardToGo: bootstrap")
+            if leaves_at(data, keys.terminated):
+                keys = dataclasses.replace(keys, done=None, truncated=None)
+            over = ends_of(data, keys) if keys.flags(data) else jnp.zeros_like(mask)
+        sums = jax.tree.map(functools.partial(self._sum_rewards, mask, stops, over), reward, values)
+        return insert_leaf(data, self.path, sums, "RewardToGo")
 
-        def sums(leaf: jax.Array, beyond: jax.Array) -> jax.Array:
-            # Masks `[B, L]` for rewards with further axes, such as one for each objective.
-            lift = lambda array: array.reshape(*array.shape, *(1,) * (leaf.ndim - 2))
-            wide, factor = pytree.widen(leaf), self.discount
-            later = factor * beyond.astype(wide.dtype) if factor else 0.0  # 0 * infinity is NaN
-            last = wide + jnp.where(lift(over), 0, later)
-            columns = wide, jnp.where(lift(stops), last, 0), lift(mask), lift(stops)
-            rows = [jnp.moveaxis(jnp.broadcast_to(it, leaf.shape), 1, 0) for it in columns]
+    def _sum_rewards(
+        self, mask: jax.Array, stops: jax.Array, over: jax.Array, leaf: jax.Array, beyond: jax.Array
+    ) -> jax.Array:
+        """Returns the sums for one leaf of the reward, `[B, L, ...]`.
 
-            def step(after: jax.Array, row: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-                reward, last, is_real, is_stop = row
-                total = jnp.where(is_stop, last, reward + factor * after if factor else reward)
-                total = jnp.where(is_real, total, 0)
-                return total, total
+        Args:
+            mask: bool `[B, L]`, True for real rows.
+            stops: bool `[B, L]`, True for rows at which a sum ends.
+            over: bool `[B, L]`, True for those of them that no value follows.
+            leaf: the rewards.
+            beyond: the values that follow a row; any shape that broadcasts to the rewards.
+        """
+        # Masks `[B, L]` for rewards with further axes, such as one for each objective.
+        lift = lambda array: array.reshape(*array.shape, *(1,) * (leaf.ndim - 2))
+        wide, factor = pytree.widen(leaf), self.discount
+        # A factor of 0 is left out, as 0 times infinity is NaN.
+        later = factor * beyond.astype(wide.dtype) if factor else 0.0
+        last = wide + jnp.where(lift(over), 0, later)
+        # Scan backwards over the rows of all windows at once.
+        columns = wide, jnp.where(lift(stops), last, 0), lift(mask), lift(stops)
+        rows = [jnp.moveaxis(jnp.broadcast_to(it, leaf.shape), 1, 0) for it in columns]
 
-            scanned = lax.scan(step, jnp.zeros_like(rows[0][0]), rows, reverse=True)[1]
-            return jnp.moveaxis(scanned, 0, 1).astype(leaf.dtype)
+        def step(after: jax.Array, row: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            reward, last, is_real, is_stop = row
+            total = jnp.where(is_stop, last, reward + factor * after if factor else reward)
+            total = jnp.where(is_real, total, 0)
+            return total, total
 
-        return with_leaf(data, self.path, jax.tree.map(sums, reward, beyond), "RewardToGo")
+        scanned = lax.scan(step, jnp.zeros_like(rows[0][0]), rows, reverse=True)[1]
+        return jnp.moveaxis(scanned, 0, 1).astype(leaf.dtype)
 
 
-def with_leaf(data: Item, path: Path, entry: Any, what: str) -> Any:
+def insert_leaf(data: Item, path: Path, entry: Any, what: str) -> Any:
     """Returns the data with `entry` at `path`; makes missing dicts; raises if the path is taken."""
     if lookup(data, path) is not None:
         raise ValueError(f"{what}: expected nothing at '{path_name(path)}', got an entry.")
 
-    def inserted(data: Any, first: str, *deeper: str) -> Any:
+    def insert(data: Any, first: str, *deeper: str) -> Any:
         if not isinstance(data, Mapping):
             raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
-        return {**data, first: inserted(data.get(first, {}), *deeper) if deeper else entry}
+        return {**data, first: insert(data.get(first, {}), *deeper) if deeper else entry}
 
-    return inserted(data, *((path,) if isinstance(path, str) else path))
+    return insert(data, *((path,) if isinstance(path, str) else path))

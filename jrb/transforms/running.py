@@ -10,7 +10,7 @@ from jrb._core import transforming, validate
 from jrb._util import checks, pytree
 from jrb.keys import Keys, check_ends, find, path_name, within
 from jrb.state import Buffer, BufferState
-from jrb.transforms.leaves import Paths, check_paths, rewritten
+from jrb.transforms.leaves import Paths, change_leaves, check_paths
 from jrb.types import Context, Item, StatefulTransform, TransformContext
 
 _MOST = 2**31  # the greatest count; beyond it, old numbers weigh less and less
@@ -47,7 +47,7 @@ class Moments(pytree.State):
         zeros = {name: jnp.zeros(shape, dtype) for name in ("mean", "mean_rest", "var", "var_rest")}
         return cls(count=jnp.zeros((), jnp.uint32), left_out=jnp.zeros((), jnp.uint32), **zeros)
 
-    def extended(self, numbers: jax.Array, real: jax.Array) -> "Moments":
+    def extend(self, numbers: jax.Array, real: jax.Array) -> "Moments":
         """Returns the moments of all earlier numbers and of rows in `numbers` that are `real`.
 
         Args:
@@ -58,13 +58,14 @@ class Moments(pytree.State):
         sample variances".
         """
         numbers = numbers.astype(self.mean.dtype)
+        # Leave out the rows that cannot be counted.
         fits = _can_count(numbers).reshape(len(numbers), -1).all(axis=1)
         left_out = self.left_out + jnp.sum(real & ~fits, dtype=jnp.uint32)
         real &= fits
         count = jnp.sum(real, dtype=jnp.uint32)
-        # The moments of the new numbers. Sums of large ones that are close together, as 3e7 +- 20,
-        # lose what tells them apart: so these are sums of distances, first from one of the numbers,
-        # then from the mean so far.
+        # The moments of the new numbers. In sums of large ones that are close together, as 3e7 +-
+        # 20, their differences are rounded off: so these are sums of distances, first from one of
+        # the numbers, then from the mean so far.
         one = jnp.where(real.any(), numbers[jnp.argmax(real)], 0)[None]
         real = real.reshape(-1, *(1,) * (numbers.ndim - 1))
         many = jnp.maximum(count, 1).astype(numbers.dtype)
@@ -73,15 +74,15 @@ class Moments(pytree.State):
         distance = jnp.where(real, (numbers - mean) - mean_rest, 0)
         # Each square is divided before they are added up, as their sum could overflow.
         var = _sum_rows(distance * (distance / many))[0]
-        # Merged as in Chan et al., but with means in place of sums, which would grow forever.
+        # Merge both as in Chan et al., but with means in place of sums, which would grow forever.
         total = self.count + count
         share = count.astype(mean.dtype) / jnp.maximum(total, 1).astype(mean.dtype)
         shift, finer_shift = mean[0] - self.mean, mean_rest[0] - self.mean_rest
         wider = (var - self.var) - self.var_rest
         var_shift = wider * share + (shift + finer_shift) ** 2 * share * (1 - share)
-        mean, mean_rest = _sum(self.mean, shift * share)
-        mean, mean_rest = _sum(mean, self.mean_rest + (mean_rest + finer_shift * share))
-        var, var_rest = _sum(self.var, self.var_rest + var_shift)
+        mean, mean_rest = _add_exactly(self.mean, shift * share)
+        mean, mean_rest = _add_exactly(mean, self.mean_rest + (mean_rest + finer_shift * share))
+        var, var_rest = _add_exactly(self.var, self.var_rest + var_shift)
         return Moments(
             count=jnp.minimum(total, jnp.uint32(_MOST)),
             left_out=left_out,
@@ -91,7 +92,7 @@ class Moments(pytree.State):
             var_rest=var_rest,
         )
 
-    def scaled(self, leaf: jax.Array, center: bool, clip: float | None, eps: float) -> jax.Array:
+    def scale(self, leaf: jax.Array, center: bool, clip: float | None, eps: float) -> jax.Array:
         """Returns (leaf - mean) / sqrt(var + eps), between -clip and clip.
 
         Finite entries stay finite, also without a bound; before any number, the leaf is only
@@ -99,12 +100,14 @@ class Moments(pytree.State):
         """
         wide = leaf.astype(self.mean.dtype)
         lift = lambda array: array.reshape((1,) * (leaf.ndim - array.ndim) + array.shape)
-        least = jnp.finfo(wide.dtype).tiny  # a smaller `eps` is 0 in this dtype
+        # A smaller `eps` is 0 in this dtype.
+        least = jnp.finfo(wide.dtype).tiny
         # Rounding may leave a variance of constants a little below 0.
         spread = jnp.sqrt(jnp.maximum(jnp.maximum(self.var, 0) + eps, least))
         spread = lift(jnp.where(self.count > 0, spread, 1))
         centered = wide - lift(self.mean) - lift(self.mean_rest) if center else wide
         result = centered / spread
+        # Without a bound, a quotient may overflow.
         if clip is None:
             largest = jnp.finfo(wide.dtype).max
             return jnp.where(jnp.isfinite(wide), jnp.clip(result, -largest, largest), result)
@@ -142,7 +145,7 @@ class _Running(StatefulTransform):
                     f"{type(self).__name__}: {name}: expected a number above 0, got {value!r}."
                 )
 
-    def _start(self, name: str, leaf: Any) -> Moments:
+    def _start_moments(self, name: str, leaf: Any) -> Moments:
         """Returns moments before any number, for the spec of a leaf."""
         kind = pytree.dtype_of(leaf)
         real = (jnp.floating, jnp.integer, jnp.bool_)
@@ -152,6 +155,7 @@ class _Running(StatefulTransform):
                 f"{leaf if kind is None else kind}. Name the leaves that are meant, with paths= or "
                 "keys=."
             )
+        # Leaves of float64 get moments of that dtype.
         is_wide = jnp.issubdtype(kind, jnp.floating) and jnp.dtype(kind).itemsize > 4
         return Moments.start(leaf.shape, kind if is_wide else jnp.float32)
 
@@ -200,7 +204,7 @@ class RunningNormalize(_Running):
     def init(self, context: Context, spec: Item) -> dict[str, Moments]:
         """Returns moments of each leaf, by name; raises if a path has no leaf of real numbers."""
         leaves = self._leaves(spec, context.keys)
-        return {name: self._start(name, leaf) for name, leaf in leaves.items()}
+        return {name: self._start_moments(name, leaf) for name, leaf in leaves.items()}
 
     def on_write(
         self,
@@ -214,7 +218,7 @@ class RunningNormalize(_Running):
         flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
         leaves = self._leaves(items, context.keys)
         return {
-            name: before.extended(flat(leaves[name]), flat(mask)) for name, before in state.items()
+            name: before.extend(flat(leaves[name]), flat(mask)) for name, before in state.items()
         }
 
     def _leaves(self, items: Item, keys: Keys) -> dict[str, Any]:
@@ -237,8 +241,9 @@ class RunningNormalize(_Running):
         self, state: dict[str, Moments], keys: Keys, name: str, leaf: jax.Array
     ) -> jax.Array:
         """Returns a leaf `[..., *item]`, normalized if there are statistics for its name."""
-        known = state.get(name) or state.get(keys.twin(name) or "")
-        return leaf if known is None else known.scaled(leaf, self.center, self.clip, self.eps)
+        # A leaf of the next observation has the statistics of its twin in the observation.
+        moments = state.get(name) or state.get(keys.twin(name) or "")
+        return leaf if moments is None else moments.scale(leaf, self.center, self.clip, self.eps)
 
 
 class Returns(pytree.State):
@@ -287,9 +292,9 @@ class RunningRewardScale(_Running):
 
         def start(path: tuple, reward: Any) -> Returns:
             inner = pytree.leaf_name(path)
-            none = self._start(prefix if inner == "." else f"{prefix}/{inner}", reward)
-            running = jnp.zeros((envs, *reward.shape), none.mean.dtype)
-            return Returns(moments=none, running=running)
+            moments = self._start_moments(prefix if inner == "." else f"{prefix}/{inner}", reward)
+            running = jnp.zeros((envs, *reward.shape), moments.mean.dtype)
+            return Returns(moments=moments, running=running)
 
         return jax.tree_util.tree_map_with_path(start, context.keys.get(spec, "reward"))
 
@@ -298,7 +303,7 @@ class RunningRewardScale(_Running):
     ) -> Any:
         """Counts the returns of the new rows; masked rows do not change a return."""
 
-        def learned(rewards: jax.Array, state: Returns) -> Returns:
+        def count_rewards(rewards: jax.Array, state: Returns) -> Returns:
             rewards = rewards.astype(state.running.dtype)
             lift = lambda flags: flags.reshape(*flags.shape, *(1,) * (rewards.ndim - 2))
             flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
@@ -314,11 +319,12 @@ class RunningRewardScale(_Running):
             # In shard_map a carry must vary from the start over the axes that rows vary over.
             start = jnp.where(rows[1][0] | rows[2][0], state.running, state.running)
             running, returns = jax.lax.scan(step, start, rows)
-            returns = jnp.where(lift(fits), returns, jnp.nan)  # which are left out, and counted
-            known = state.moments.extended(flat(returns), flat(mask))
-            return Returns(moments=known, running=running)
+            # NaN is left out of the moments, and counted there.
+            returns = jnp.where(lift(fits), returns, jnp.nan)
+            moments = state.moments.extend(flat(returns), flat(mask))
+            return Returns(moments=moments, running=running)
 
-        return jax.tree.map(learned, context.keys.get(items, "reward"), state)
+        return jax.tree.map(count_rewards, context.keys.get(items, "reward"), state)
 
     def truncate(self, state: Any, which: jax.Array) -> Any:
         """Sets the running returns of environments `which`, bool `[E]`, to 0."""
@@ -335,6 +341,7 @@ class RunningRewardScale(_Running):
         # The rewards have other leaves, so the old moments do not fit.
         if own[1] != others[1]:
             return state
+        # With another number of environments, the running returns start at 0.
         newest = lambda own, old: old if pytree.are_alike(own, old) else own
         pairs = zip(own[0], others[0], strict=True)
         merged = [
@@ -347,9 +354,10 @@ class RunningRewardScale(_Running):
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the data with scaled rewards."""
-        states = iter(jax.tree.leaves(batch.state, is_leaf=_is_returns))  # in the order of leaves
-        change = lambda name, leaf: next(states).moments.scaled(leaf, False, self.clip, self.eps)
-        return rewritten(data, (batch.keys.reward,), "RunningRewardScale", change)
+        # The states are in the order of the leaves of the reward.
+        states = iter(jax.tree.leaves(batch.state, is_leaf=_is_returns))
+        change = lambda name, leaf: next(states).moments.scale(leaf, False, self.clip, self.eps)
+        return change_leaves(data, (batch.keys.reward,), "RunningRewardScale", change)
 
 
 def _is_returns(node: Any) -> bool:
@@ -389,6 +397,7 @@ def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
     def change(path: tuple, leaf: Any) -> jax.Array:
         inner, leaf = pytree.leaf_name(path), jnp.asarray(leaf)
         name = prefix if inner == "." else f"{prefix}/{inner}"
+        # Apply all such transforms, in the order in which samples pass them.
         for transform, its in running:
             leaf = transform.of_leaf(its, buffer.keys, name, leaf)
         return leaf
@@ -398,11 +407,12 @@ def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
 
 def _can_count(numbers: jax.Array) -> jax.Array:
     """Returns True for numbers so small that squares of their distances cannot overflow."""
+    # The comparison is False for NaN.
     largest = float(jnp.finfo(numbers.dtype).max) ** 0.5 / 4
-    return jnp.abs(numbers) < jnp.asarray(largest, numbers.dtype)  # False for NaN
+    return jnp.abs(numbers) < jnp.asarray(largest, numbers.dtype)
 
 
-def _sum(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _add_exactly(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the rounded sum of two numbers, and its exact rounding error (Knuth's two-sum)."""
     total = one + other
     # The part of `other` that got into the total; the error is all that is missing of both.

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from jrb._util import pytree
 from jrb.keys import Path, find, path_name
-from jrb.transforms.leaves import Paths, check_paths, with_leaf
+from jrb.transforms.leaves import Paths, check_paths, insert_leaf
 from jrb.types import Item, Transform, TransformContext
 
 
 @pytree.component
 class Select(Transform):
-    """Keeps the entries at these paths, and drops all others."""
+    """Keeps the entries at these paths, and drops all other_axes."""
 
     paths: Paths
 
@@ -28,7 +28,7 @@ class Select(Transform):
         """Returns the data with fewer entries."""
         out: Any = {}
         for path in self.paths:
-            out = with_leaf(out, path, find(data, path, "Select"), "Select")
+            out = insert_leaf(out, path, find(data, path, "Select"), "Select")
         return out
 
 
@@ -45,7 +45,7 @@ class Exclude(Transform):
         """Returns the data with fewer entries."""
         for path in self.paths:
             find(data, path, "Exclude")
-            data = _without(data, path, "Exclude")
+            data = _remove_entry(data, path, "Exclude")
         return data
 
 
@@ -68,12 +68,12 @@ class Rename(Transform):
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the data with the entries at their new paths."""
-        # All are found before any is moved, so that two entries can change places.
-        moved = [(to, find(data, path, "Rename")) for path, to in self.pairs]
+        # Find all entries before any is moved, so that two can swap their paths.
+        entries = [(to, find(data, path, "Rename")) for path, to in self.pairs]
         for path, _ in self.pairs:
-            data = _without(data, path, "Rename")
-        for to, entry in moved:
-            data = with_leaf(data, to, entry, "Rename")
+            data = _remove_entry(data, path, "Rename")
+        for to, entry in entries:
+            data = insert_leaf(data, to, entry, "Rename")
         return data
 
 
@@ -101,8 +101,9 @@ class Concatenate(Transform):
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the data with the joined leaf."""
         leaves = [find(data, path, "Concatenate") for path in self.paths]
+        # All must be like the first one, but for the length of the axis.
         first = leaves[0]
-        others = lambda leaf: (*leaf.shape[: self.axis], 0, *leaf.shape[self.axis :][1:])
+        other_axes = lambda leaf: (*leaf.shape[: self.axis], 0, *leaf.shape[self.axis :][1:])
         for path, leaf in zip(self.paths, leaves, strict=True):
             if not isinstance(leaf, jax.Array) or leaf.dtype != first.dtype:
                 raise TypeError(
@@ -111,26 +112,26 @@ class Concatenate(Transform):
                     "Use Cast before."
                 )
             is_batch_axis = leaf.ndim + self.axis < 1
-            if is_batch_axis or leaf.ndim != first.ndim or others(leaf) != others(first):
+            if is_batch_axis or leaf.ndim != first.ndim or other_axes(leaf) != other_axes(first):
                 raise ValueError(
                     f"Concatenate: '{path_name(path)}': expected a shape like {first.shape} "
                     f"but for axis {self.axis}, which is not that of the batch, got {leaf.shape}."
                 )
         if not self.keep:
             for path in self.paths:
-                data = _without(data, path, "Concatenate")
-        return with_leaf(data, self.to, jnp.concatenate(leaves, axis=self.axis), "Concatenate")
+                data = _remove_entry(data, path, "Concatenate")
+        return insert_leaf(data, self.to, jnp.concatenate(leaves, axis=self.axis), "Concatenate")
 
 
-def _without(data: Item, path: Path, what: str) -> Any:
+def _remove_entry(data: Item, path: Path, what: str) -> Any:
     """Returns the data without an entry, and without dicts that are empty then."""
 
-    def removed(data: Any, first: str, *deeper: str) -> Any:
+    def remove(data: Any, first: str, *deeper: str) -> Any:
         if not isinstance(data, Mapping):
             raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
-        # An empty dict marks a removed entry: it is left out, as are dicts that become empty.
-        inner = removed(data[first], *deeper) if deeper else {}
+        # An empty dict marks a remove entry: it is left out, as are dicts that become empty.
+        inner = remove(data[first], *deeper) if deeper else {}
         kept = {name: entry for name, entry in data.items() if name != first}
         return {**kept, first: inner} if inner else kept
 
-    return removed(data, *((path,) if isinstance(path, str) else path))
+    return remove(data, *((path,) if isinstance(path, str) else path))

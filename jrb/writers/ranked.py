@@ -53,7 +53,7 @@ class OneByOne(Writer):
         )
 
 
-def write_of(ring: Ring, slots: jax.Array, written: jax.Array) -> WritePlan:
+def plan_slots(ring: Ring, slots: jax.Array, written: jax.Array) -> WritePlan:
     """Returns the plan of a write to slots, int32 `[T * E]`, distinct except for N."""
     return WritePlan(
         starts=slots,
@@ -143,14 +143,15 @@ class MaxValue(OneByOne):
         ranks = jnp.sum(flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1), axis=1)
         written = jnp.ones(length, jnp.bool_) if mask is None else mask
         is_written = jnp.repeat(written, ring.envs)
-        ranked = is_written & ~jnp.isnan(ranks)
+        has_rank = is_written & ~jnp.isnan(ranks)
         numbers = state.number + jnp.cumsum(is_written, dtype=jnp.uint32) - np.uint32(1)
 
-        def place(i: jax.Array, carry: Any) -> Any:
+        def place_item(i: jax.Array, carry: Any) -> Any:
             state, slots = carry
+            # A full buffer gives up the item of lowest rank, if that is below this one.
             lowest, worst = sum_tree.lowest(state.ranks)
             is_full = state.count >= ring.capacity
-            is_taken = ranked[i] & (~is_full | (ranks[i] > lowest))
+            is_taken = has_rank[i] & (~is_full | (ranks[i] > lowest))
             # A zero made of the count, which waits for earlier reads, makes this write wait too.
             slot = jnp.where(is_full, worst + jnp.minimum(state.count, 0), state.count)
             at = jnp.where(is_taken, slot, ring.capacity)
@@ -163,14 +164,14 @@ class MaxValue(OneByOne):
             return state, slots.at[i].set(at)
 
         slots = jnp.full(ranks.size, ring.capacity, jnp.int32)
-        state, slots = dependencies.loop(ranks.size, place, (state, slots))
+        state, slots = dependencies.loop(ranks.size, place_item, (state, slots))
         # If a later item of the call got the same slot, the stamp there is another number.
         read = lambda: state.stamps.at[slots].get(mode="fill", fill_value=0)
         slots = jnp.where(dependencies.materialize(read) == numbers, slots, ring.capacity)
         # Later writes wait for that read.
         state = dependencies.delay_writes_until(state, jnp.minimum(jnp.min(slots), 0))
         state = state.replace(number=numbers[-1] + np.uint32(1))
-        return state, write_of(ring, slots, written)
+        return state, plan_slots(ring, slots, written)
 
     def reset(self, ring: Ring, state: MaxValueState, token: jax.Array) -> MaxValueState:
         """Returns the state without items, in which no slot has the number of an item."""
@@ -189,6 +190,7 @@ class MaxValue(OneByOne):
 
     def best(self, ring: Ring, state: MaxValueState, count: int) -> jax.Array:
         """Returns the slots of the `count` items of highest rank, or of all, ascending."""
+        # Of equal ranks, the item in the lower slot comes first.
         ranks = sum_tree.leaf_values(state.ranks)[: int(state.count)]
         chosen = jnp.argsort(-ranks, stable=True)[:count]
         return jnp.sort(chosen).astype(jnp.int32)
@@ -242,13 +244,15 @@ class Reservoir(OneByOne):
     key: Any = 0
 
     def __init__(self, key: Any = 0) -> None:
-        if isinstance(key, jax.Array):  # an array does not hash
+        # An array does not hash, so a PRNG key becomes a tuple of its words.
+        if isinstance(key, jax.Array):
             checks.key(key)
             key = tuple(np.asarray(random_bits.seed(key)).tolist())
         object.__setattr__(self, "key", key)
         self.__post_init__()
 
     def __post_init__(self) -> None:
+        # The words of a PRNG key, as `__init__` gives them, or a seed.
         is_words = isinstance(self.key, tuple) and all(type(word) is int for word in self.key)
         if not is_words and (isinstance(self.key, bool) or not isinstance(self.key, int)):
             raise TypeError(f"Reservoir: key: expected a PRNG key or an integer, got {self.key!r}.")
@@ -288,15 +292,16 @@ class Reservoir(OneByOne):
         slots = jnp.where(is_written & (slots < capacity), slots, np.uint32(capacity))
         # Of several items for one slot the last stays, as if they had come in single calls.
         slots = ring.distinct(slots.astype(jnp.int32)) + jnp.minimum(state.count, 0)
+        # The count of all items stops at its limit.
         total = jnp.sum(is_written, dtype=jnp.uint32)
-        came = jnp.minimum(total, _MOST - state.came) + state.came
+        num_items = jnp.minimum(total, _MOST - state.came) + state.came
         after = state.replace(
             stamps=state.stamps.at[slots].set(state.number + rank, mode="drop"),
-            count=jnp.minimum(came, capacity).astype(jnp.int32),
+            count=jnp.minimum(num_items, capacity).astype(jnp.int32),
             number=state.number + total,
-            came=came,
+            came=num_items,
         )
-        return after, write_of(ring, slots, written)
+        return after, plan_slots(ring, slots, written)
 
     def reset(self, ring: Ring, state: ReservoirState, token: jax.Array) -> ReservoirState:
         """Returns the state without items, whose count of items starts at 0 again."""

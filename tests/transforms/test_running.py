@@ -161,7 +161,7 @@ def test_a_hundred_million_rows_are_still_moved_by_single_ones():
     known = Moments.start((), jnp.float32).replace(
         count=jnp.uint32(10**8), mean=jnp.float32(100), var=jnp.float32(4)
     )
-    one = lambda known, x: (known.extended(x[None], jnp.ones(1, jnp.bool_)), None)
+    one = lambda known, x: (known.extend(x[None], jnp.ones(1, jnp.bool_)), None)
     new = np.random.default_rng(2).normal(200, 10, 200_000).astype(np.float32)
     found, _ = jax.jit(lambda known, new: jax.lax.scan(one, known, new))(known, new)
     count, wide = 10**8 + len(new), new.astype(np.float64)
@@ -173,7 +173,7 @@ def test_a_hundred_million_rows_are_still_moved_by_single_ones():
 
 def test_the_count_ends_somewhere_and_the_mean_goes_on():
     known = Moments.start((), jnp.float32).replace(count=jnp.uint32(2**31), mean=jnp.float32(1))
-    found = known.extended(jnp.full(1000, 5.0), jnp.ones(1000, jnp.bool_))
+    found = known.extend(jnp.full(1000, 5.0), jnp.ones(1000, jnp.bool_))
     assert int(found.count) == 2**31
     assert found.mean > 1
 
