@@ -1,6 +1,6 @@
 """Keys: the paths of the parts of a transition in an item, and functions that look them up.
 
-Ends of episodes follow from them: from done flags, or from episode numbers.
+Ends of episodes follow from them: from done flags, or from episode numbers. E environments, T time.
 """
 
 import dataclasses
@@ -89,6 +89,7 @@ class Keys:
     def guesses(self, item: PyTree, role: str) -> str:
         """Returns arguments of `Keys` to suggest, from leaves that have usual names of roles."""
         guesses = {role: "..."}
+        # Roles that have an entry keep it; for others, take the first leaf with a usual name.
         paths = [tuple(name.split("/")) for name in pytree.leaf_names(item)]
         for each, usual in _USUAL.items():
             near = [path for path in paths if path[-1].lower() in usual.split()]
@@ -107,14 +108,16 @@ class Keys:
         Any flag ends an episode. If agents have flags of their own, each agent must have one set,
         unless a flag has an entry `__all__`, which then decides.
         """
-        agents: dict[str, Any] = {}  # by their names below a flag; "" for the environment's own
+        # The ends of agents by their names below a flag; "" is for the environment.
+        agents: dict[str, Any] = {}
         for path in (self.done, self.terminated, self.truncated):
             prefix, leaves = path_name(path), leaves_at(item, path)
             every = leaves.get(f"{prefix}/__all__")
+            # Combine the flags of each agent: `terminated/a` and `truncated/a` belong to one.
             for name, flag in (leaves if every is None else {prefix: every}).items():
-                # Combined for each agent: `terminated/a` and `truncated/a` belong to the same one.
                 agent, is_end = name[len(prefix) :], is_set(flag)
                 agents[agent] = agents[agent] | is_end if agent in agents else is_end
+        # The episode ends with a flag of the environment, or when all agents are done.
         own = [agents.pop("")] if "" in agents else []
         all_agents = [functools.reduce(operator.and_, agents.values())] if agents else []
         return functools.reduce(operator.or_, own + all_agents)
@@ -134,6 +137,7 @@ class Keys:
             path = getattr(self, role)
             if path is None or path_name(path) in played:
                 continue
+            # The names of the role: its own, and the same with `next_`.
             usual = {role, f"next_{seen if role == 'next_observation' else role}"}
             for name in pytree.leaf_names(item):
                 is_played = any(within(name, other) for other in played)
@@ -220,7 +224,8 @@ def lookup(item: PyTree, path: Path | None) -> Any:
     for name in (path,) if isinstance(path, str) else path:
         if isinstance(item, Mapping):
             item = item.get(name)
-        elif hasattr(item, "_fields"):  # a named tuple has methods too
+        elif hasattr(item, "_fields"):
+            # A named tuple has methods too, which are no entries.
             item = getattr(item, name) if name in item._fields else None
         else:
             # Arrays have attributes such as `real`, which are no leaves.
@@ -229,12 +234,9 @@ def lookup(item: PyTree, path: Path | None) -> Any:
     return item
 
 
-# Ends of episodes. N capacity, E environments, T time.
-
-
 def check_ends(spec: PyTree, keys: Keys, is_needed: bool = True) -> None:
     """Raises if a done flag is misnamed or not one number; if `is_needed`, also without a flag."""
-    # Unless `is_needed`, items may do without flags, but not have them under unknown names.
+    # Unless `is_needed`, items may have no flags, but none under unknown names.
     for role, name in keys.unnamed(spec).items():
         path = tuple(name.split("/")) if lookup(spec, name) is None else name
         raise ValueError(
@@ -242,7 +244,7 @@ def check_ends(spec: PyTree, keys: Keys, is_needed: bool = True) -> None:
             f"while nothing lies at '{path_name(getattr(keys, role))}'. Name it with "
             f"keys=jrb.Keys({role}={path!r}); or write {role}=None if it is something else."
         )
-    flags = _flags(spec, keys) if is_needed and keys.episode is None else keys.flags(spec)
+    flags = _require_flags(spec, keys) if is_needed and keys.episode is None else keys.flags(spec)
     for name, flag in flags.items():
         where = f"done: leaf '{name}'"
         if flag.shape not in ((), (1,)):
@@ -266,6 +268,7 @@ def no_numbers(envs: int, spec: PyTree, keys: Keys) -> jax.Array | None:
     """
     if keys.episode is None:
         return None
+    # Numbers are compared from row to row: one integer for each.
     leaf, where = keys.get(spec, "episode"), f"episode: leaf '{path_name(keys.episode)}'"
     if not pytree.is_array(leaf) or leaf.shape not in ((), (1,)):
         shape = leaf.shape if pytree.is_array(leaf) else pytree.leaf_names(leaf)
@@ -301,7 +304,7 @@ def episode_changes(
     last = lax.cummax(jnp.where(written, row, -1) + jnp.zeros_like(env), axis=0)
     earlier = jnp.concatenate([jnp.full_like(last[:1], -1), last[:-1]])
     number = lambda at: jnp.where(at < 0, before, numbers[jnp.maximum(at, 0), env])
-    # Compared with the row before of the same environment that was not masked.
+    # Compare each number with that of the row before that was not masked.
     changed = written & (numbers != number(earlier))
     at = jnp.where(changed & (earlier >= 0), earlier, length)
     cuts = jnp.zeros(numbers.shape, jnp.bool_).at[at, env].set(True, mode="drop")
@@ -311,12 +314,12 @@ def episode_changes(
 def ends_of(items: PyTree, keys: Keys, lead: int = 2) -> jax.Array:
     """Returns True for items that end an episode by their flags, bool `[T, E]`."""
     # `lead` is the number of axes before those of an item.
-    _flags(items, keys)
+    _require_flags(items, keys)
     is_set = lambda flag: (flag != jnp.zeros((), flag.dtype)).reshape(flag.shape[:lead])
     return keys.ends(items, is_set)
 
 
-def _flags(item: PyTree, keys: Keys) -> dict[str, jax.Array]:
+def _require_flags(item: PyTree, keys: Keys) -> dict[str, jax.Array]:
     """Returns the flags of ends of episodes by name; raises ValueError if there are none."""
     flags = keys.flags(item)
     if not flags:

@@ -41,6 +41,7 @@ class Clock(pytree.State):
 
     def summary(self, ring: "Ring") -> dict[str, str]:
         """Returns the number of items held, for the `repr` of a state."""
+        # A traced count has no value to show.
         rows = display.host_values(self.count)
         if rows is None:
             return {}
@@ -66,6 +67,7 @@ class Ring:
 
     def advance(self, clock: Clock, rows: jax.Array) -> Clock:
         """Returns the clock after `rows` more rows were written, int32 like its fields."""
+        # In uint32, where the sum of two int32 does not overflow.
         reached = clock.cursor.astype(jnp.uint32) + rows.astype(jnp.uint32)
         kept = jnp.minimum(rows, self.rows)
         return Clock(
@@ -147,6 +149,7 @@ class Ring:
 
     def oldest_slot(self, clock: Clock) -> jax.Array:
         """Returns the first slot (int32) of the oldest row held."""
+        # As in `slot_after`, the smaller number is the one in range.
         row = (clock.cursor - clock.count).astype(jnp.uint32)
         return jnp.minimum(row, lax.add(row, np.uint32(self.rows))).astype(jnp.int32) * self.envs
 
@@ -157,6 +160,7 @@ class Ring:
         in this lap, all others in the lap before.
         """
         cursor, lap = clock.cursor, clock.lap
+        # Each environment may have its own clock.
         if cursor.ndim:
             env = self.env_of(slots)
             cursor, lap = cursor[env], lap[env]
@@ -170,10 +174,12 @@ class Ring:
 
     def distinct(self, slots: jax.Array) -> jax.Array:
         """Returns slots, int32 `[B]`, in which N replaces each that occurs again later."""
+        # Compare all pairs, if these are few.
         if slots.size <= _MAX_PAIRS:
             position = jnp.arange(slots.size, dtype=jnp.int32)
             later = (slots[:, None] == slots) & (position[:, None] < position)
             return jnp.where(later.any(axis=1), self.capacity, slots)
+        # A stable sort puts equal slots side by side in their order: all but the last are replaced.
         order = jnp.argsort(slots, stable=True)
         line = slots[order]
         again = jnp.concatenate([line[1:] == line[:-1], jnp.zeros(1, jnp.bool_)])
@@ -224,21 +230,22 @@ class Occupancy:
 
     def newest(self, ring: Ring) -> jax.Array:
         """Returns the newest slot of each environment, int32 `[E]`; any slot if it has none."""
+        # With one stream, the last E slots; with several, the last slot of each.
         width, env = ring.envs // self.streams, np.arange(ring.envs, dtype=np.int32)
         offset = jnp.maximum(self.count - width, 0) + env // self.streams
         return ring.slot_after(self.first, offset * self.streams)
 
     def oldest(self, ring: Ring, most: int) -> jax.Array:
         """Returns the slots of the first `most` rows, int32 `[most, E]`; N beyond the end."""
-        offset = self._offsets_of_rows(ring, most)
+        offset = self._offsets_by_row(ring, most)
         steps = offset.clip(max=ring.capacity // self.streams) * self.streams
         return jnp.where(offset < self.count, ring.slot_after(self.first, steps), ring.capacity)
 
     def from_oldest(self, ring: Ring) -> jax.Array:
         """Returns all slots of the ring, int32 `[R, E]`, from the oldest row on, empty ones too."""
-        return ring.slot_after(self.first, self._offsets_of_rows(ring, ring.rows) * self.streams)
+        return ring.slot_after(self.first, self._offsets_by_row(ring, ring.rows) * self.streams)
 
-    def _offsets_of_rows(self, ring: Ring, most: int) -> Any:
+    def _offsets_by_row(self, ring: Ring, most: int) -> Any:
         """Returns the position in its run of each slot in the first `most` rows, `[most, E]`."""
         width, env = ring.envs // self.streams, np.arange(ring.envs, dtype=np.int32)
         return first_places(most)[:, None] * width + env // self.streams
@@ -251,7 +258,7 @@ class Occupancy:
 
     def holds(self, ring: Ring, slots: jax.Array) -> jax.Array:
         """Returns True for slots that are in a run, bool; all slots must be in [0, N)."""
-        return self._offset(ring, slots, self.first) < self._of_stream(self.count, slots)
+        return self._offset(ring, slots, self.first) < self._take_by_stream(self.count, slots)
 
     def before(self, ring: Ring, slots: jax.Array) -> jax.Array:
         """Returns the number of held rows before each slot in its environment, int32."""
@@ -260,14 +267,16 @@ class Occupancy:
 
     def after(self, ring: Ring, slots: jax.Array) -> jax.Array:
         """Returns the number of rows after each slot in its environment; below 0 past the end."""
-        behind = self._of_stream(self.count, slots) - 1 - self._offset(ring, slots, self.first)
+        behind = self._take_by_stream(self.count, slots) - 1 - self._offset(ring, slots, self.first)
+        # Add a whole stream before the division, as `div` rounds negative numbers up to 0.
         width, length = ring.envs // self.streams, ring.capacity // self.streams
-        return lax.div(behind + length, np.int32(width)) - ring.rows  # `div` rounds towards 0
+        return lax.div(behind + length, np.int32(width)) - ring.rows
 
     def rank(self, ring: Ring, slots: jax.Array) -> jax.Array:
         """Returns the ranks of slots, int32."""
         if self.streams == 1:
             return self._offset(ring, slots, self.first)
+        # The ranks of a stream follow those of all streams before it.
         stream, counts = lax.rem(slots, np.int32(self.streams)), self.count
         offset = self._offset(ring, slots, self._order_start(ring))
         return (jnp.cumsum(counts, dtype=jnp.int32) - counts)[stream] + offset
@@ -277,21 +286,23 @@ class Occupancy:
         if self.streams == 1:
             return ring.slot_after(self.first, ranks)
         stream, offset = locate(self.count, ranks)
+        # Ranks beyond the end stay in the ring.
         offset = jnp.clip(offset, 0, ring.capacity // self.streams - 1)
         return ring.slot_after(self._order_start(ring)[stream], offset * self.streams)
 
     def _order_start(self, ring: Ring) -> jax.Array:
         """Returns the slot with the lowest rank in each stream, int32 `[S]`."""
+        # A full stream begins at row 0, any other at its oldest slot.
         is_full = self.count >= ring.capacity // self.streams
         return jnp.where(is_full, lax.rem(self.first, np.int32(self.streams)), self.first)
 
-    def _of_stream(self, values: jax.Array, slots: jax.Array) -> jax.Array:
+    def _take_by_stream(self, values: jax.Array, slots: jax.Array) -> jax.Array:
         """Returns the entry of `values`, `[S]`, for the stream of each slot."""
         return values[0] if self.streams == 1 else values[lax.rem(slots, np.int32(self.streams))]
 
     def _offset(self, ring: Ring, slots: jax.Array, starts: jax.Array) -> jax.Array:
         """Returns the distance of each slot, in slots of its stream, from the stream's `starts`."""
-        steps = ring.slot_after(slots, ring.capacity - self._of_stream(starts, slots))
+        steps = ring.slot_after(slots, ring.capacity - self._take_by_stream(starts, slots))
         return steps if self.streams == 1 else lax.div(steps, np.int32(self.streams))
 
     def moved(self, ring: Ring, expired: jax.Array, passed: jax.Array) -> "Occupancy":
@@ -319,6 +330,7 @@ def locate(counts: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
         The group of each rank and its offset in that group, int32 `[B]`; the last group for ranks
         beyond the end.
     """
+    # As many groups end at or before a rank as precede its own.
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     group = jnp.sum(ranks[:, None] >= ends, axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, ends.size - 1)

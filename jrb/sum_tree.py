@@ -18,6 +18,9 @@ b * (s + 1 + T - b) and the b - 1 that follow, on every level, so that one loop 
 A parent is always computed from its children, from the first to the last, and never adjusted by a
 difference: errors do not accumulate, and a mass that is removed leaves no remainder.
 
+`init`, `total`, `leaves`, `get`, `update`, `find` and `sample` are for users. All other functions
+are for samplers and writers, and run inside `jit`.
+
 Reference: Schaul et al., 2016, "Prioritized experience replay", appendix B.2.1.
 """
 
@@ -148,9 +151,6 @@ class Tree:
         return dataclasses.replace(self, nodes=nodes)
 
 
-# The functions of users.
-
-
 def init(capacity: int, branching: int | None = None) -> Tree:
     """Returns a tree of `capacity` leaves of mass 0.
 
@@ -224,11 +224,12 @@ def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
 @jax.jit
 @entry
 def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
+    # Refused masses, and indices out of range, go to a node that does not exist.
     good = (indices >= 0) & (indices < tree.capacity) & (masses >= 0) & jnp.isfinite(masses)
     node = indices.astype(jnp.uint32) + np.uint32(tree.leaf)
     node = jnp.where(good, node, np.uint32(tree.nodes.size))
     nodes, _ = gather.put_last(tree.nodes, node, bounded(tree, masses))
-    return _reduce_above(tree.replace(nodes), node)
+    return _reduce_ancestors(tree.replace(nodes), node)
 
 
 def find(tree: Tree, mass: jax.Array) -> jax.Array:
@@ -253,6 +254,7 @@ def find(tree: Tree, mass: jax.Array) -> jax.Array:
 @jax.jit
 @entry
 def _find(tree: Tree, mass: jax.Array) -> jax.Array:
+    # NaN and negative points count as 0; without mass, leaf 0 is returned.
     indices, _ = _descend(tree, jnp.where(mass > 0, mass, 0.0), None)
     return jnp.where(total(tree) > 0, indices, 0)
 
@@ -285,11 +287,9 @@ def sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool = True)
 @entry
 def _sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool) -> jax.Array:
     words, indices, _, mass = draw(tree, key, batch_size, stratified)
+    # Without mass, all leaves are equally likely.
     anywhere = random_bits.below(jnp.int32(tree.capacity), *words)
     return jnp.where(mass > 0, indices, anywhere)
-
-
-# The functions of samplers and writers, which run inside `jit` and check nothing.
 
 
 def draw(
@@ -301,6 +301,7 @@ def draw(
         The random bits, uint32 `[2, B]`; the leaves, int32 `[B]`; their masses, float32 `[B]`; the
         total, float32 `[]`. If the total is 0, leaves and masses have no meaning.
     """
+    # The random bits, and the total mass.
     words, mass = dependencies.evaluate_once(
         lambda: (
             random_bits.bits(key, (2, batch_size)),
@@ -308,6 +309,7 @@ def draw(
         )
     )
     first, again = random_bits.unit_interval(words)
+    # Each draw falls into another of B equal parts of the mass.
     if stratified:
         first = (first + jnp.arange(first.size, dtype=jnp.float32)) / first.size
         # XLA would divide the total by the size instead, which is 0 where the total is small.
@@ -363,6 +365,7 @@ def neutral(capacity: int, reduction: str, branching: int | None = None) -> Tree
 def _most_leaves(branching: int) -> int:
     """Returns the greatest number of leaves for which int32 can number all nodes."""
     nodes = lambda capacity: Tree(jnp.zeros(0), capacity, branching, "sum").leaf + capacity
+    # A binary search, as the number of levels depends on the number of leaves.
     few, many = 1, 2**31 - 1
     while few < many:
         middle = (few + many + 1) // 2
@@ -401,6 +404,7 @@ def leaf_values(tree: Tree) -> jax.Array:
 
 def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
     """Returns the least leaf of a "min" tree, float32 `[]`, and its first index, int32 `[]`."""
+    # Follow the first of the least children from the top to a leaf.
     least = root(tree)
     row = dependencies.materialize(lambda: tree.nodes[: tree.branching])
     node = jnp.argmin(row).astype(jnp.int32)
@@ -426,11 +430,12 @@ def set_leaves(
         values: float32 `[B]`; equal at equal indices, or from `gather.put_last`.
         counts: the sizes of groups of elements, each set before the next; None for one group.
     """
-    index = index.astype(jnp.uint32)  # a negative one is a large number here
+    # As uint32, a negative index is a large number, which is ignored.
+    index = index.astype(jnp.uint32)
     beyond = np.uint32(tree.nodes.size)
     node = jnp.where(index < tree.capacity, index + np.uint32(tree.leaf), beyond)
     nodes = gather.put_in_turns(tree.nodes, node, values, counts or (node.size,))
-    return _reduce_above(tree.replace(nodes), node)
+    return _reduce_ancestors(tree.replace(nodes), node)
 
 
 def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
@@ -440,9 +445,11 @@ def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
     tree = tree.replace(lax.dynamic_update_slice_in_dim(tree.nodes, values, start, axis=0))
     if count <= _SHORT:
         node = (start + jnp.arange(count, dtype=jnp.int32)).astype(jnp.uint32)
-        return _reduce_above(tree, node)
-    for level in reversed(range(tree.depth)):  # a slice of each level, which needs no scatter
+        return _reduce_ancestors(tree, node)
+    # Reduce the parents of the run on each level, which are a slice and need no scatter.
+    for level in reversed(range(tree.depth)):
         count = min((count + tree.branching - 2) // tree.branching + 1, tree.width(level))
+        # At the end of a level, the slice begins earlier: it must not reach beyond.
         first = jnp.minimum(first >> tree.bits, tree.width(level) - count)
         begin = first + tree.start(level)
         below = tree.children(begin.astype(jnp.uint32)).astype(jnp.int32)
@@ -458,33 +465,34 @@ def set_all(tree: Tree, values: jax.Array) -> Tree:
     return set_run(tree, jnp.int32(0), values)
 
 
-def _columns(rows: jax.Array) -> list[jax.Array]:
+def _split_columns(rows: jax.Array) -> list[jax.Array]:
     """Returns the columns of rows `[..., b]`, each `[...]`."""
     split = lax.split(rows, (1,) * rows.shape[-1], axis=rows.ndim - 1)
     return [lax.squeeze(column, (-1,)) for column in split]
 
 
-def _running(tree: Tree, rows: jax.Array) -> list[jax.Array]:
+def _accumulate_children(tree: Tree, rows: jax.Array) -> list[jax.Array]:
     """Returns the reductions of the first 1, 2, ... children of each row `[..., b]`.
 
     Children are added one by one: `cumsum` and dot products are slower, and in this order a node
     has the same bits wherever it is computed again.
     """
-    return list(itertools.accumulate(_columns(rows), _REDUCE[tree.reduction]))
+    return list(itertools.accumulate(_split_columns(rows), _REDUCE[tree.reduction]))
 
 
 def reduce_rows(tree: Tree, rows: jax.Array) -> jax.Array:
     """Returns the reduction of each row `[..., b]`, float32 `[...]`."""
-    return _running(tree, rows)[-1]
+    return _accumulate_children(tree, rows)[-1]
 
 
-def _reduce_above(tree: Tree, node: jax.Array) -> Tree:
+def _reduce_ancestors(tree: Tree, node: jax.Array) -> Tree:
     """Computes again the ancestors of leaves at nodes, uint32 `[B]`; ignores nodes out of range."""
     # For many leaves, levels near the top that are hardly longer are reduced whole: 1.6 times as
     # fast for 4096 of a million. For few leaves, compiling this would cost more than it gains.
     longest = 2 * node.size if node.size >= _MANY else 0
     whole = sum(tree.width(level) <= longest for level in range(tree.depth))
-    anywhere = np.uint32(tree.leaf)  # for nodes that do not exist
+    # Leaves that do not exist are replaced by leaf 0, whose ancestors get the values they have.
+    anywhere = np.uint32(tree.leaf)
     above = tree.parent(jnp.where(node < tree.nodes.size, node, anywhere))
 
     def climb(_: jax.Array, carry: tuple, rows_at: Callable) -> tuple:
@@ -499,6 +507,7 @@ def _reduce_above(tree: Tree, node: jax.Array) -> Tree:
     (nodes, _), _ = gather.loop(
         tree.depth - whole, climb, start, tree.nodes, node.size, tree.branching
     )
+    # The short levels near the top.
     for level in reversed(range(whole)):
         begin, end = tree.start(level), tree.start(level) + tree.width(level)
         below = (begin - tree.branching + 1 + tree.width(0)) * tree.branching
@@ -528,17 +537,17 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
     def step(_: jax.Array, packed: jax.Array, rows_at: Callable) -> jax.Array:
         mass, above = lax.real(packed), lax.bitcast_convert_type(lax.imag(packed), jnp.uint32)
         first = above << np.uint32(tree.bits)  # as `children`
-        sums = _running(tree, rows_at(tree.nodes, first))
+        sums = _accumulate_children(tree, rows_at(tree.nodes, first))
         if again is not None and fresh is not None:
             # Not by the number of the step, which XLA would copy at each step that uses it.
             start, end = (tree.start(level) - tree.above_top for level in (fresh, fresh + 1))
             is_fresh = above - np.uint32(start & 0xFFFFFFFF) < end - start
             mass = jnp.where(is_fresh, again * sums[-1], mass)
+        # Count the children that end before the mass, and keep the sum up to the last of them.
         child, below = jnp.zeros(mass.shape, jnp.uint32), jnp.zeros_like(mass)
         for upto in sums[:-1]:
             # Rounding can leave a mass that reaches the sum of the row: it gets the last child that
-            # adds to the sum, so that a child of mass 0 is never picked. Functions of `lax`, as
-            # tracing this many operators would take longer than the rest of a draw.
+            # adds to the sum, never one of mass 0. This many operators would trace slowly.
             further = lax.bitwise_and(lax.ge(mass, upto), lax.lt(upto, sums[-1]))
             child = lax.add(child, lax.convert_element_type(further, jnp.uint32))
             below = lax.select(further, upto, below)
@@ -550,15 +559,14 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
     # Nodes are counted from a virtual one above the top, whose children are the top, so that one
     # step serves all levels. It is 0 in every tree: other small integers are denormal floats here,
     # and XLA's CPU compiler takes such constants of two trees in one program for the same number.
-    above = jnp.zeros(mass.shape, jnp.uint32)
-    packed, rows = gather.loop(
-        tree.depth + 1, step, pack(mass, above), tree.nodes, mass.size, tree.branching
-    )
+    packed = pack(mass, jnp.zeros(mass.shape, jnp.uint32))
+    packed, rows = gather.loop(tree.depth + 1, step, packed, tree.nodes, mass.size, tree.branching)
     node = lax.bitcast_convert_type(lax.imag(packed), jnp.uint32) + np.uint32(tree.above_top)
     leaf = (node - np.uint32(tree.leaf)).astype(jnp.int32)
     child = node & np.uint32(tree.branching - 1)
-    columns = _columns(rows)  # column by column, as XLA sums rows slowly
-    leaf_mass = columns[0]
-    for number, column in enumerate(columns[1:], 1):
+    # Select the mass column by column, as XLA sums rows slowly.
+    leaf_mass, *columns = _split_columns(rows)
+    for number, column in enumerate(columns, 1):
         leaf_mass = lax.select(child == number, column, leaf_mass)
-    return lax.optimization_barrier((leaf, leaf_mass))  # read once, and before later writes
+    # Read once, and before later writes.
+    return lax.optimization_barrier((leaf, leaf_mass))
