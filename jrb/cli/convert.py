@@ -84,7 +84,7 @@ def _check_dest(source: str, dest: str, overwrite: bool) -> None:
         # Raise if there is anything but a dataset.
         sources.open_dataset(dest)
     # The lock raises if other files would be lost, or another process writes.
-    with importlib.import_module("jrb.datasets.library").locked(dest):
+    with importlib.import_module("jrb.datasets.library").lock_dataset(dest):
         pass
 
 
@@ -134,7 +134,7 @@ def _replace(source: str, dest: str, overwrite: bool, result: tuple[Any, ...]) -
             return
         # Move the old result away, and back if the new one cannot be moved to its place.
         library = importlib.import_module("jrb.datasets.library")
-        with library.locked(dest) as is_own:
+        with library.lock_dataset(dest) as is_own:
             try:
                 os.rename(dest, old)
                 os.rename(temporary, dest)

@@ -156,10 +156,10 @@ def _find_damage(path: str, progress: Callable[[float], None]) -> list[str]:
     """Reads a dataset in blocks, and after an error each episode; returns a line per defect."""
     source = open_dataset(path)
     steps, done = max(source.transitions, 1), 0
-    rows_of = importlib.import_module("jrb.datasets.format").rows_of
+    count_steps = importlib.import_module("jrb.datasets.format").count_steps
     try:
         for block in source.blocks():
-            done += rows_of(block)
+            done += count_steps(block)
             progress(done / steps)
         return []
     except _ERRORS as error:

@@ -39,7 +39,7 @@ from jrb.authoring import (
 )
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import LockedError
-from jrb.datasets.filling import Streams, streams, written
+from jrb.datasets.filling import Streams, deal_episodes, write_streams
 from jrb.datasets.reading.names import check
 from jrb.migrate import rebuild, with_parts, writable
 from jrb.samplers import Uniform
@@ -56,7 +56,7 @@ _MARK = {"rows": 0, "of": np.zeros(_SIZE, np.uint8)}
 _log = logging.getLogger("jrb.datasets")
 
 
-def select(dataset: Any, fraction: float | None, episodes: Any) -> Any:
+def select_episodes(dataset: Any, fraction: float | None, episodes: Any) -> Any:
     """Returns the dataset of the first episodes (a fraction or number), a slice, or indices."""
     is_one = fraction is None or episodes is None
     check(is_one, "buffer", "fraction= or episodes=", "both. Leave one of them out")
@@ -100,7 +100,7 @@ def fill_buffer(
             )
     is_right, expected = root is None or cache, "None without cache=True, which it is for"
     check(is_right, "buffer: root", expected, repr(root))
-    flow = streams(dataset, num_envs)
+    flow = deal_episodes(dataset, num_envs)
     check(flow.rows, "buffer", "at least one step", f"none in {dataset!r}")
     writer = ReadOnly(RoundRobin() if flow.is_even else PerEnvironment())
     options = {"cast": True, **parts, "writer": writer}
@@ -117,7 +117,7 @@ def fill_buffer(
         copied = dataclasses.replace(buffer, storage=MemmapStorage(path))
         state = _open_copy(copied, path, digest)
         if state is None:
-            with locked(path, wait=True):
+            with lock_copy(path, wait=True):
                 state = _make_copy(flow, copied, path, digest, show)
         return (copied, state) if storage is None else (buffer, rebuild(copied, state, buffer))
     if isinstance(storage, MemmapStorage) and storage.path is not None:
@@ -125,7 +125,7 @@ def fill_buffer(
         return buffer, _make_copy(flow, buffer, path, _digest(dataset, num_envs), show)
     plain = writable(buffer)
     state = plain.init(dataset.spec)
-    for state, _, _ in written(flow, plain, state, 0, show):  # noqa: B007, B020
+    for state, _, _ in write_streams(flow, plain, state, 0, show):  # noqa: B007, B020
         pass
     return buffer, state
 
@@ -139,14 +139,14 @@ def _make_copy(
         state = _open_copy(buffer, path, digest)
         if state is not None:
             return state
-        plain, rows = _plain(buffer), 0
-        if _is_begun(path):
+        plain, rows = _writing_buffer(buffer), 0
+        if _has_commit(path):
             _, state, rows = _load(path, buffer, digest)
             _log.warning("%s: continuing a copy that has %d of %d rows", path, rows, flow.rows)
         else:
             state = plain.init(flow.datasets[0].spec)
         mark = lambda rows: {"rows": rows, "of": np.frombuffer(digest, np.uint8)}
-        for state, rows, is_due in written(flow, plain, state, rows, show):  # noqa: B020
+        for state, rows, is_due in write_streams(flow, plain, state, rows, show):  # noqa: B020
             if is_due:
                 checkpoint.save(path, plain, state, extra=mark(rows))
         if (buffer.sampler, buffer.unit) != (plain.sampler, plain.unit):
@@ -163,7 +163,7 @@ def _make_copy(
 
 def _open_copy(buffer: ReplayBuffer, path: str, digest: bytes) -> BufferState | None:
     """Returns the state of a complete copy; None if there is no copy, or it is incomplete."""
-    if not _is_begun(path):
+    if not _has_commit(path):
         return None
     description, state, _ = _load(path, buffer, digest)
     if description.writer.writes:
@@ -171,7 +171,7 @@ def _open_copy(buffer: ReplayBuffer, path: str, digest: bytes) -> BufferState | 
     return state if description == buffer else with_parts(description, state, buffer)
 
 
-def _is_begun(path: str) -> bool:
+def _has_commit(path: str) -> bool:
     """Returns True if a copy at the path has been committed at least once."""
     try:
         return bool(checkpoint.generations(path))
@@ -179,7 +179,7 @@ def _is_begun(path: str) -> bool:
         return False
 
 
-def _plain(buffer: ReplayBuffer) -> Any:
+def _writing_buffer(buffer: ReplayBuffer) -> Any:
     """Returns the buffer with which a copy is written: a writer, and parts with little state."""
     parts = {"sampler": Uniform(), "unit": Transition(), "batch_size": None, "min_size": None}
     return dataclasses.replace(writable(buffer), **parts)
@@ -188,7 +188,7 @@ def _plain(buffer: ReplayBuffer) -> Any:
 def _load(path: str, buffer: ReplayBuffer, digest: bytes) -> tuple[Any, BufferState, int]:
     """Returns the saved buffer, its state and the number of rows; raises for another dataset."""
     cause = None
-    for given in (buffer, _plain(buffer), None):
+    for given in (buffer, _writing_buffer(buffer), None):
         try:
             description, state, mark = checkpoint.load(path, given, extra=_MARK, verify=False)
         except ValueError as error:
@@ -232,7 +232,7 @@ def copy_of(dataset: Any, num_envs: int | None, root: str) -> tuple[str, bytes]:
 
 
 @contextlib.contextmanager
-def locked(path: str, wait: bool) -> Iterator[None]:
+def lock_copy(path: str, wait: bool) -> Iterator[None]:
     """Locks a copy to make or remove it; if another process has the lock, waits or raises."""
     root, name = os.path.split(path)
     locks, is_warned = os.path.join(root, ".locks"), False

@@ -20,10 +20,10 @@ from jrb.datasets.format import (
     Episode,
     Format,
     Source,
-    native,
-    regrouped,
-    rows_of,
-    sliced,
+    count_steps,
+    native_dtype,
+    regroup_steps,
+    slice_steps,
 )
 from jrb.datasets.formats.recorded import Recorded
 from jrb.datasets.reading.names import check
@@ -164,11 +164,11 @@ class Dataset(Sequence[Episode]):
         """
         if rows is not None:
             checks.count("rows", rows)
-            yield from regrouped(self.blocks(), rows)
+            yield from regroup_steps(self.blocks(), rows)
             return
         for block in self.blocks():
-            for row in range(rows_of(block)):
-                yield sliced(block, row)
+            for row in range(count_steps(block)):
+                yield slice_steps(block, row)
 
     @escaped_errors()
     def returns(self) -> Any:
@@ -272,7 +272,7 @@ class Dataset(Sequence[Episode]):
             >>> buffer.sample(state, jax.random.key(0)).data["observation"].shape
             (2, 4)
         """
-        chosen = copies.select(self, fraction, episodes)
+        chosen = copies.select_episodes(self, fraction, episodes)
         parts |= {"sampler": sampler, "unit": unit, "transforms": transforms}
         return copies.fill_buffer(chosen, storage, num_envs, cache, root, progress, parts)
 
@@ -370,7 +370,7 @@ class Dataset(Sequence[Episode]):
         with escaped_errors():
             try:
                 for number, block in enumerate(read(self.source, self.numbers.tolist())):
-                    start, stop = stop, stop + rows_of(block)
+                    start, stop = stop, stop + count_steps(block)
                     if stop > total or (each and stop != stops[number]):
                         raise IndexError("an episode has another length")
                     yield self._with_flags(block, ends, lacking, start, stop)
@@ -394,7 +394,7 @@ class Dataset(Sequence[Episode]):
             steps[slice(*np.searchsorted(steps, [start, stop]))] - start
             for steps in (ends, lacking)
         )
-        block = jax.tree.map(lambda leaf: leaf.astype(native(leaf.dtype), copy=False), block)
+        block = jax.tree.map(lambda leaf: leaf.astype(native_dtype(leaf.dtype), copy=False), block)
         terminated = np.asarray(block["next"]["terminated"], bool)
         truncated = np.array(block["next"]["truncated"], bool)
         truncated[ends] |= ~terminated[ends]
@@ -404,4 +404,4 @@ class Dataset(Sequence[Episode]):
         if self._is_marked:
             flags["valid"] = valid
         block = {**block, "next": {**block["next"], **flags}}
-        return sliced(block, valid) if self.final == "drop" and len(lacking) else block
+        return slice_steps(block, valid) if self.final == "drop" and len(lacking) else block

@@ -14,8 +14,8 @@ import numpy as np
 
 from jrb.authoring import tree_nbytes
 from jrb.buffer import ReplayBuffer
-from jrb.datasets.format import Episode, regrouped, rows_of, sliced
-from jrb.datasets.output import track
+from jrb.datasets.format import Episode, count_steps, regroup_steps, slice_steps
+from jrb.datasets.output import track_progress
 from jrb.loops import jitted
 from jrb.state import BufferState
 
@@ -36,7 +36,7 @@ class Streams:
     row_bytes: int  # the bytes of one step of all environments
 
 
-def streams(dataset: Any, num_envs: int | None) -> Streams:
+def deal_episodes(dataset: Any, num_envs: int | None) -> Streams:
     """Deals episodes in order, each to the environment that has the fewest steps so far."""
     steps, numbers = [0] * (num_envs or 1), [[] for _ in range(num_envs or 1)]
     for number, length in enumerate(dataset.lengths.tolist()):
@@ -48,7 +48,7 @@ def streams(dataset: Any, num_envs: int | None) -> Streams:
     return Streams(datasets, num_envs, max(steps), len(set(steps)) == 1, row_bytes)
 
 
-def written(
+def write_streams(
     flow: Streams, buffer: ReplayBuffer, state: BufferState, rows: int, show: bool | None
 ) -> Iterator[tuple[BufferState, int, bool]]:
     """Writes the rows of `flow` from the row `rows` on to a state, which is donated.
@@ -57,7 +57,7 @@ def written(
     Rewards that are NaN or infinite are kept; a warning is logged.
     """
     methods, last, num_odd, first_odd = jitted(buffer), rows, 0, np.inf
-    with track(flow.rows, "reading", show) as advance:
+    with track_progress(flow.rows, "reading", show) as advance:
         advance(rows)
         for items, mask, count in _pieces(flow, rows):
             for reward in jax.tree.leaves(items["next"].get("reward", ())):
@@ -94,9 +94,9 @@ def _pieces(flow: Streams, start: int) -> Iterator[tuple[Episode, Any, int]]:
     mask is False, where a stream has ended. Full pieces of equally long streams have no mask.
     """
     size = max(1, min(_PIECE // flow.row_bytes, flow.rows - start))
-    parts = [regrouped(_after(dataset, start), size) for dataset in flow.datasets]
+    parts = [regroup_steps(_blocks_after(dataset, start), size) for dataset in flow.datasets]
     for blocks in itertools.zip_longest(*parts):
-        counts = [0 if block is None else rows_of(block) for block in blocks]
+        counts = [0 if block is None else count_steps(block) for block in blocks]
         some = blocks[int(np.argmax(counts))]
         lead = (size, len(blocks))
         items = jax.tree.map(lambda x, s=lead: np.zeros((*s, *x.shape[1:]), x.dtype), some)
@@ -108,17 +108,17 @@ def _pieces(flow: Streams, start: int) -> Iterator[tuple[Episode, Any, int]]:
         if flow.is_even:
             mask = None if mask.all() else mask[:, 0]
         if flow.num_envs is None:
-            items = sliced(items, (slice(None), 0))
+            items = slice_steps(items, (slice(None), 0))
         yield items, mask, max(counts)
 
 
-def _after(dataset: Any, skip: int) -> Iterator[Episode]:
+def _blocks_after(dataset: Any, skip: int) -> Iterator[Episode]:
     """Yields the blocks of a dataset without its first `skip` steps."""
     ends = np.cumsum(dataset.lengths)
     first = int(np.searchsorted(ends, skip, side="right"))
     skip -= int(ends[first - 1]) if first else 0
     for block in dataset.only(dataset.numbers[first:]).blocks():
-        steps = rows_of(block)
+        steps = count_steps(block)
         if steps > skip:
-            yield sliced(block, slice(skip, None))
+            yield slice_steps(block, slice(skip, None))
         skip = max(0, skip - steps)

@@ -129,26 +129,26 @@ class Indexed(Format):
         """Yields the episodes at the indices `numbers`, in that order."""
 
 
-def rows_of(block: Episode) -> int:
+def count_steps(block: Episode) -> int:
     """Returns the number of steps of an episode, or of a block of steps."""
     return len(jax.tree.leaves(block)[0])
 
 
-def sliced(block: Episode, part: Any) -> Episode:
+def slice_steps(block: Episode, part: Any) -> Episode:
     """Returns the steps of a block at a slice, a mask or an index."""
     return jax.tree.map(operator.itemgetter(part), block)
 
 
-def regrouped(blocks: Iterator[Episode], rows: int) -> Iterator[Episode]:
+def regroup_steps(blocks: Iterator[Episode], rows: int) -> Iterator[Episode]:
     """Yields the steps of `blocks` in blocks of `rows` steps; the last may be shorter."""
     join = lambda parts: jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
     parts: list[Episode] = []
     count = 0
     for block in blocks:
-        steps, start = rows_of(block), 0
+        steps, start = count_steps(block), 0
         while start < steps:
             stop = min(steps, start + rows - count)
-            parts.append(sliced(block, slice(start, stop)))
+            parts.append(slice_steps(block, slice(start, stop)))
             count, start = count + stop - start, stop
             if count == rows:
                 yield join(parts)
@@ -160,12 +160,12 @@ def regrouped(blocks: Iterator[Episode], rows: int) -> Iterator[Episode]:
 def spec_of(arrays: Any) -> Any:
     """Returns the spec of one step of arrays `[T, ...]`, or of objects with such shapes."""
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), native(leaf.dtype)),
+        lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), native_dtype(leaf.dtype)),
         arrays,
         is_leaf=lambda leaf: hasattr(leaf, "shape"),
     )
 
 
-def native(dtype: DTypeLike) -> np.dtype:
+def native_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns a dtype with this machine's byte order."""
     return np.dtype(np.dtype(dtype).type)

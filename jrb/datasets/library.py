@@ -59,7 +59,7 @@ def open(
     if isinstance(source, str | os.PathLike):
         name, source = os.fspath(source), absolute_path(source, "source")
         if not os.path.exists(source):
-            source = _minari_set(name, source)
+            source = _find_minari_folder(name, source)
         if not (os.path.isfile(source) or os.path.isdir(source)):
             raise UnknownFormatError(
                 f"{source}: expected a file or a folder, got a pipe, a socket or a device."
@@ -76,7 +76,7 @@ def open(
     return Dataset(source, chosen, description, np.arange(len(description.lengths)), final)
 
 
-def _minari_set(name: Any, path: Any) -> str:
+def _find_minari_folder(name: Any, path: Any) -> str:
     """Returns the folder of the local Minari dataset with the id `name`.
 
     Raises:
@@ -168,9 +168,9 @@ def delete(name: str, root: str | os.PathLike[str] | None = None) -> None:
         LockedError: another process is writing the dataset.
     """
     path = path_in(name, root)
-    with copies.locked(path, wait=False):  # an unfinished copy may be no dataset yet
+    with copies.lock_copy(path, wait=False):  # an unfinished copy may be no dataset yet
         open(path)
-        with locked(path) as is_own:
+        with lock_dataset(path) as is_own:
             discard(path, is_own)
 
 
@@ -187,7 +187,7 @@ def path_in(name: str, root: str | os.PathLike[str] | None) -> str:
 
 
 @contextlib.contextmanager
-def locked(path: str) -> Iterator[removal.IsOwn]:
+def lock_dataset(path: str) -> Iterator[removal.IsOwn]:
     """Locks a dataset against its writers; yields the function that recognises its own files.
 
     Raises `ValueError` if the path is no dataset, or its folder has files of another kind.

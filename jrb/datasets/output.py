@@ -11,7 +11,7 @@ from typing import Any
 from jrb.authoring import Folder, absolute_path, check_links, checks, make_folder, require
 
 
-def absent(path: str | os.PathLike[str]) -> str:
+def check_absent(path: str | os.PathLike[str]) -> str:
     """Returns the absolute form of a path; raises `ValueError` if the path exists."""
     target = absolute_path(path)
     check_links(target)
@@ -28,7 +28,7 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
 
     Parent folders are created. After an error nothing is left at either path.
     """
-    target = absent(path)
+    target = check_absent(path)
     above, name = os.path.split(target)
     make_folder(above)
     folder, temporary = Folder(above), f".{name}.{secrets.token_hex(4)}.new"
@@ -42,7 +42,7 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
                 os.fsync(file.fileno())
         for inner, *_ in folders:
             Folder(inner).sync()
-        absent(target)  # another program may have created it meanwhile
+        check_absent(target)  # another program may have created it meanwhile
         folder.replace(temporary, name)
         folder.sync()
     finally:
@@ -52,7 +52,9 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def track(total: int, text: str, show: bool | None = None) -> Iterator[Callable[[int], None]]:
+def track_progress(
+    total: int, text: str, show: bool | None = None
+) -> Iterator[Callable[[int], None]]:
     """Shows a progress bar on stderr; yields a function that takes the number of new steps.
 
     If `show` is None, the bar appears only if stderr is a terminal and rich is installed.

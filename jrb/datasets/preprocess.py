@@ -17,8 +17,8 @@ import numpy as np
 
 from jrb._util.pytree import kept_dtype
 from jrb.authoring import Folder, checks, leaf_name, tree_nbytes
-from jrb.datasets.format import Episode, native, rows_of, sliced
-from jrb.datasets.output import new_path, track
+from jrb.datasets.format import Episode, count_steps, native_dtype, slice_steps
+from jrb.datasets.output import new_path, track_progress
 from jrb.datasets.reading.names import check
 from jrb.datasets.reading.tabular import is_set
 from jrb.datasets.recording import parts
@@ -111,7 +111,9 @@ def _write(folder: str, mapped: Iterator[Mapped], dataset: Any) -> None:
             {name: np.concatenate([block[name] for block in each]) for name in each[0]}
             for each in zip(*blocks, strict=True)
         )
-        leaves = {name: leaf.astype(native(leaf.dtype)) for name, leaf in sorted(leaves.items())}
+        leaves = {
+            name: leaf.astype(native_dtype(leaf.dtype)) for name, leaf in sorted(leaves.items())
+        }
         specs = tuple(RecordedLeaf(n, str(it.dtype), it.shape[1:]) for n, it in leaves.items())
         schema = RecordingSchema(None, specs, **{"notes": (), "metadata": {}, "facts": {}, **about})
         Folder(folder).write_new(parts.part_name(writer, number), [schema.encode(own, leaves)])
@@ -172,16 +174,16 @@ def _by_step(
     def tasks() -> Iterator[Episode]:
         stop = 0
         for block in dataset.steps(rows):
-            block = sliced(block, slice(total - stop))
-            stop += rows_of(block)
+            block = slice_steps(block, slice(total - stop))
+            stop += count_steps(block)
             yield block
             if stop == total:
                 return
 
-    with track(total, "preprocessing", progress) as advance:
+    with track_progress(total, "preprocessing", progress) as advance:
         for block, result in run(tasks()):
             leaves, first = _checked(result, first, where)
-            stop = start + rows_of(block)
+            stop = start + count_steps(block)
             is_last = is_end[start:stop]
             if "valid" in block["next"]:
                 leaves = {**leaves, _VALID: block["next"]["valid"]}
@@ -196,8 +198,8 @@ def _by_episode(
     """Maps whole episodes, up to `num_frames` steps of results; yields the mapped episodes."""
     numbers = np.flatnonzero(dataset.lengths > 0)
     steps, first = 0, {}
-    with track(len(numbers), "preprocessing", progress) as advance:
-        tasks = (episode for episode in dataset if rows_of(episode))
+    with track_progress(len(numbers), "preprocessing", progress) as advance:
+        tasks = (episode for episode in dataset if count_steps(episode))
         for number, (episode, result) in zip(numbers, run(tasks), strict=False):
             where = lambda place, number=number: f"episode {number}"
             leaves, first = _checked(result, first, where)
@@ -261,9 +263,9 @@ def _map_steps(function: Function, block: Episode) -> Result:
     """Applies the function to each step of a block."""
     steps: list[Leaves] = []
     first: Forms = {}
-    for row in range(rows_of(block)):
+    for row in range(count_steps(block)):
         try:
-            steps.append(_flat(function(sliced(block, row))))
+            steps.append(_flat(function(slice_steps(block, row))))
             first = _same_forms(first, steps[-1], 0)
         except Exception as error:
             return Failure(row, error)
@@ -313,7 +315,7 @@ def _compiled(function: Function, cast: bool, spec: Any, rows: int) -> Callable[
 
     def call(block: Episode) -> Result:
         # A shorter block is padded with its last step, so that nothing is compiled again.
-        count = rows_of(block)
+        count = count_steps(block)
         index = np.minimum(np.arange(rows), count - 1)
         try:
             whole = jax.tree_util.tree_map_with_path(lambda path, x: narrow(path, x[index]), block)

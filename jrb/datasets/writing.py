@@ -65,7 +65,7 @@ def split_flags(episode: Episode) -> tuple[Leaves, np.ndarray, np.ndarray, bool]
     return leaves, terminated, truncated, bool(np.all(leaves.pop(VALID, True)))
 
 
-def unfinished(dataset: Dataset) -> list[np.ndarray]:
+def unfinished_masks(dataset: Dataset) -> list[np.ndarray]:
     """Returns two masks of episodes, bool `[K]`: those still running, and those cut at the start.
 
     The start of an episode is cut if its first steps may have been overwritten in the ring.
@@ -146,7 +146,7 @@ def write_d4rl(
             is_whole &= has_last
         if not is_whole:
             del file["next_observations"]
-        running, cut = unfinished(dataset)
+        running, cut = unfinished_masks(dataset)
         file.attrs.update(running=running.sum(), cut=cut.sum())
 
 
@@ -182,7 +182,7 @@ def write_rlds(
     """
     dataset, specs = dataset_of("write_rlds", buffer, state)
     check_roles("write_rlds", specs)
-    running, cut = unfinished(dataset)
+    running, cut = unfinished_masks(dataset)
     envs = dataset.facts.get("environment", np.zeros(len(dataset), np.int64))
     return (
         {

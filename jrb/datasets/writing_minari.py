@@ -15,10 +15,10 @@ from jrb.authoring import escaped_errors, leaf_name, require
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.formats.minari import METADATA
-from jrb.datasets.output import absent, new_path
+from jrb.datasets.output import check_absent, new_path
 from jrb.datasets.reading.names import check, check_names
 from jrb.datasets.reading.tabular import VALID
-from jrb.datasets.writing import check_chain, dataset_of, unfinished
+from jrb.datasets.writing import check_chain, dataset_of, unfinished_masks
 from jrb.keys import within
 from jrb.layouts.names import Leaves, flatten, nest
 from jrb.state import BufferState
@@ -87,7 +87,7 @@ def write_minari(
             differs from the next step's observation (or `info`): Minari stores each once.
         TypeError: `buffer` is neither a buffer with its state nor a dataset.
     """
-    target = absent(path)
+    target = check_absent(path)
     name = os.path.basename(target) if dataset_id is None else dataset_id
     is_id = isinstance(name, str) and _ID.fullmatch(name)
     expected = "<namespace>/<name>-v<number> (the namespace may lack)"
@@ -161,7 +161,7 @@ class MinariEpisodes:
 
     def __iter__(self) -> Iterator[Any]:
         episode_buffer = require("minari.data_collector", "minari").EpisodeBuffer
-        (running, cut), facts = unfinished(self._dataset), self._dataset.facts
+        (running, cut), facts = unfinished_masks(self._dataset), self._dataset.facts
         for number, episode in enumerate(self._dataset):
             leaves = flatten(episode, "episode")
             leaves = {self._names.get(name, name): leaf for name, leaf in leaves.items()}

@@ -263,7 +263,7 @@ def test_a_copy_is_made_once_for_each_content(dataset, tmp_path, monkeypatch):
     buffer, state = make(dataset)
     same(jrb.items(buffer, state), whole(dataset))
     copied = os.listdir(root)
-    monkeypatch.setattr(copies, "written", None)  # nothing is made any more
+    monkeypatch.setattr(copies, "write_streams", None)  # nothing is made any more
     same(jrb.items(*make(dataset, unit=jrb.NStep(2, 0.9))), whole(dataset))
     same(jrb.items(*make(dataset, storage=jrb.DeviceStorage())), whole(dataset))
     elsewhere = tmp_path / "folder" / "set.hdf5"
@@ -308,12 +308,12 @@ def test_one_makes_a_copy_and_others_wait(dataset, tmp_path, monkeypatch, caplog
     path, _ = copies.copy_of(dataset, None, str(tmp_path))
     entered, found = threading.Event(), []
     make = lambda: found.append(dataset.buffer(cache=True, root=tmp_path))
-    with copies.locked(path, wait=False):
+    with copies.lock_copy(path, wait=False):
         monkeypatch.setattr(copies._log, "warning", lambda *_: entered.set(), raising=True)
         thread = threading.Thread(target=make)
         thread.start()
         assert entered.wait(60)
-        with pytest.raises(jrb.checkpoint.LockedError), copies.locked(path, wait=False):
+        with pytest.raises(jrb.checkpoint.LockedError), copies.lock_copy(path, wait=False):
             pass
     thread.join()
     same(jrb.items(*found[0]), whole(dataset))

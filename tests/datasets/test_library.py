@@ -148,7 +148,7 @@ def test_what_is_being_made_is_left_alone(root, tmp_path):
     dataset = datasets.open(root / "b.hdf5")
     dataset.buffer(cache=True, root=copied)
     path, _ = copies.copy_of(dataset, None, str(copied))
-    with copies.locked(path, wait=False), pytest.raises(jrb.checkpoint.LockedError):
+    with copies.lock_copy(path, wait=False), pytest.raises(jrb.checkpoint.LockedError):
         datasets.delete(os.path.basename(path), copied)
     assert list(datasets.list(copied)) == [os.path.basename(path)]
     datasets.delete(os.path.basename(path), copied)
@@ -159,6 +159,6 @@ def test_what_has_begun_to_be_made_is_left_alone(root, tmp_path):
     """There is a folder, in which nothing was committed yet."""
     path = tmp_path / "cache" / "b-0"
     path.mkdir(parents=True)
-    with copies.locked(str(path), wait=False), pytest.raises(jrb.checkpoint.LockedError):
+    with copies.lock_copy(str(path), wait=False), pytest.raises(jrb.checkpoint.LockedError):
         datasets.delete("b-0", tmp_path / "cache")
     assert path.is_dir()

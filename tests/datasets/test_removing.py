@@ -43,7 +43,7 @@ def made(kind, folder):
 
 
 def remove(path):
-    with library.locked(str(path)) as is_own:
+    with library.lock_dataset(str(path)) as is_own:
         library.discard(str(path), is_own)
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.reading import arrow, hdf5, npz, tabular
-from jrb.datasets.reading.names import check, episode_text, refused, to_ted, usual_leaf
+from jrb.datasets.reading.names import check, episode_text, explain_damage, to_ted, usual_leaf
 from jrb.datasets.reading.tabular import Column, Table, TableFormat
 from jrb.keys import Keys
 
@@ -45,7 +45,7 @@ class Arrays(TableFormat):
         """Returns True if numeric arrays have one length, or observation and action have names."""
         try:
             with _open_arrays(source, math.inf) as every:
-                arrays, _, _ = tabular.by_content(every)
+                arrays, _, _ = tabular.sort_arrays(every)
                 roles = {str(usual_leaf(name)).split("/")[0] for name in arrays}
                 lengths = {len(array) for array in arrays.values()}
                 return len(lengths) == 1 or {"observation", "action"} <= roles
@@ -56,7 +56,7 @@ class Arrays(TableFormat):
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the file as a table."""
         with _open_arrays(source, self.max_expansion) as every:
-            arrays, texts, left_out = tabular.by_content(every)
+            arrays, texts, left_out = tabular.sort_arrays(every)
             names = episode_text(arrays, texts, self.mapping, source)
             arrays |= {name: texts.pop(name) for name in names}
             roles, others = ("observation", "action"), left_out | texts.keys()
@@ -68,7 +68,7 @@ def _open_arrays(path: str, max_expansion: float) -> Iterator[Mapping[str, Colum
     """Opens an HDF5 or `.npz` file; yields its arrays by name."""
     if hdf5.is_hdf5(path):
         with hdf5.open_file(path) as file:
-            yield hdf5.below(file)
+            yield hdf5.columns_below(file)
     elif npz.is_npz(path):
         with npz.open_file(path, max_expansion) as arrays:
             yield arrays
@@ -99,20 +99,22 @@ class Tables(TableFormat):
 
     def matches(self, source: Source) -> bool:
         """Returns True if the source is a table, or a folder with a table."""
-        return bool(arrow.tables(source))
+        return bool(arrow.table_paths(source))
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the files as one table."""
-        paths = arrow.tables(source)
+        paths = arrow.table_paths(source)
         check(paths, source, "Parquet or Arrow files", "none")
         files = arrow.ArrowFiles(paths)
         check(files.starts[-1], source, "rows", "none")
-        numbers, texts, others = arrow.by_type(files.schema)
+        numbers, texts, others = arrow.fields_by_type(files.schema)
         texts = episode_text(numbers, texts, self.mapping, source)
         columns = {name: arrow.ArrowColumn(files, path) for name, path in numbers.items()}
         columns |= {name: arrow.TextColumn(files, (name,)) for name in texts}
-        notes = arrow.left_out([(".".join(p), kind) for p, kind in others if p[0] not in texts])
+        notes = arrow.note_left_out(
+            [(".".join(p), kind) for p, kind in others if p[0] not in texts]
+        )
         yield _table(self, source, paths, columns, ("observation",), notes=notes)
 
 
@@ -146,7 +148,7 @@ def check_whole(path: str) -> str:
     for each in filter(os.path.isfile, paths):
         if hdf5.is_hdf5(each):
             with hdf5.open_file(each) as file:
-                hdf5.below(file)
+                hdf5.columns_below(file)
         elif npz.is_npz(each) or zipfile.is_zipfile(each):
             with npz.open_file(each, math.inf):
                 pass
@@ -161,5 +163,5 @@ def check_whole(path: str) -> str:
 
 def read_json(path: str) -> Any:
     """Reads a JSON file; raises `ValueError` if it is not valid JSON."""
-    with refused(path, "JSON", (ValueError, RecursionError)), open(path, "rb") as file:
+    with explain_damage(path, "JSON", (ValueError, RecursionError)), open(path, "rb") as file:
         return json.load(file)

@@ -45,23 +45,25 @@ class D4RL(TableFormat):
 
     def matches(self, source: Source) -> bool:
         """Returns True if the file has D4RL's four main arrays."""
-        return set(_NEEDED) <= {name for name, is_group in hdf5.top(source).items() if not is_group}
+        return set(_NEEDED) <= {
+            name for name, is_group in hdf5.top_level(source).items() if not is_group
+        }
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the file as a table."""
         with hdf5.open_file(source) as file:
-            every = hdf5.below(file)
+            every = hdf5.columns_below(file)
             about = {name for name in every if within(name, "metadata")}
-            arrays, texts, others = tabular.by_content({n: every[n] for n in every.keys() - about})
+            arrays, texts, others = tabular.sort_arrays({n: every[n] for n in every.keys() - about})
             tabular.check_present(source, arrays, _NEEDED)
             leaves = to_ted(sorted(arrays), self.mapping, source, _OWN, "/")
             columns, odd = tabular.step_columns(source, arrays, leaves)
             limit = ExpansionLimit(source, [source], self.max_expansion)
             limit.add(declared_nbytes(columns))
-            metadata = hdf5.strings(file, limit)
-            if isinstance(group := hdf5.own(file, "metadata"), h5py.Group):
-                metadata |= hdf5.strings(group, limit)
+            metadata = hdf5.read_scalars(file, limit)
+            if isinstance(group := hdf5.open_entry(file, "metadata"), h5py.Group):
+                metadata |= hdf5.read_scalars(group, limit)
             has_ends = not columns.keys().isdisjoint((TRUNCATED, tabular.EPISODE))
             if self.horizon is not None:
                 expected = "None for a file with its own 'timeouts' or numbers of episodes"

@@ -86,10 +86,10 @@ class Dopamine(TableFormat):
             is_right = len({*map(str, lengths.values())}) == 1
             check(is_right, source, "arrays of one length in each checkpoint", lengths)
             ExpansionLimit(source, paths, self.max_expansion).add(declared_nbytes(every))
-            columns, texts, left_out = tabular.by_content(every)
+            columns, texts, left_out = tabular.sort_arrays(every)
             left_out |= {*texts, *(name for own in files.values() for name in own)} - {*arrays}
             read = functools.partial(_read_steps, source, files, columns)
-            rows, table = tabular.cached(paths, (self.name, *sorted(leaves.items())), read)
+            rows, table = tabular.read_once(paths, (self.name, *sorted(leaves.items())), read)
             steps = {leaf: tabular.rows_at(column, rows) for leaf, column in columns.items()}
             left_out -= {_COUNT, _RANGE, _ENDS}
             yield dataclasses.replace(table, columns={**steps, **table.columns}, left_out=left_out)
@@ -144,7 +144,7 @@ def _read_steps(
     rows, noted, breaks = _rows_in_order(files, starts)
     check(len(rows), source, "steps", "none")
     is_zero, flags = _read_small_arrays(source, columns, rows)
-    terminated, truncated = tabular.combined_flags(len(rows), *map(flags.get, FLAGS))
+    terminated, truncated = tabular.combine_flags(len(rows), *map(flags.get, FLAGS))
     # Episodes end where that is noted, and before rows that are in no file.
     ended = terminated | truncated | np.isin(rows, noted)
     is_last = ended | np.isin(np.arange(1, len(rows) + 1) % len(rows), [*breaks])

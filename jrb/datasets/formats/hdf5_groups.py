@@ -63,14 +63,14 @@ class GroupFormat(tabular.EpisodeFormat):
         """Returns the groups of one file after the other, each file's sorted by their numbers."""
         files = self.files(source)
         inside = lambda: [group for file in enumerate(files) for group in self.groups_in(*file)]
-        groups = tabular.cached(files, self, inside)
+        groups = tabular.read_once(files, self, inside)
         check(groups, source, self.looks_for, "none")
         return groups
 
     def groups_in(self, file_number: int, path: str) -> list[EpisodeGroup]:
         """Returns the groups of a file, sorted; raises if it has none, or two of one number."""
         with hdf5.open_file(path) as file:
-            above = hdf5.own(file, self.parent)
+            above = hdf5.open_entry(file, self.parent)
             check(isinstance(above, h5py.Group), path, f"a group '{self.parent}'", list(file))
             prefix = str(above.name).rstrip("/")
             matches = [match for match in map(self.pattern.fullmatch, map(str, above)) if match]
@@ -92,7 +92,7 @@ class GroupFormat(tabular.EpisodeFormat):
             # Without a flag that others have, an episode would end in another way.
             tabular.check_present(where, flags, first[1])
             tabular.check_present(first[0], first[1], flags)
-            table = self.table(where, hdf5.below(group))
+            table = self.table(where, hdf5.columns_below(group))
             facts = self.facts(source, where) if numbers is None else {}
             yield where, dataclasses.replace(table, facts=facts)
 
@@ -102,7 +102,7 @@ class GroupFormat(tabular.EpisodeFormat):
 
     def table(self, where: object, arrays: Mapping[str, Column]) -> Table:
         """Returns the table of an episode; raises if arrays are missing or differ in length."""
-        every, _, _ = tabular.by_content(arrays)
+        every, _, _ = tabular.sort_arrays(arrays)
         tabular.check_present(where, every, self.needed[:1])
         heads = dict.fromkeys(name.split("/")[0] for name in every)
         tabular.check_present(where, heads, self.needed)
@@ -131,7 +131,7 @@ class GroupFormat(tabular.EpisodeFormat):
                 file = os.path.basename(path)
                 notes.append(f"{file}: {missing} numbers are missing between {between}.")
             if hdf5.is_hdf5(path):
-                outside |= hdf5.outside(path, {*self.beside, *(each.name for each in groups)})
+                outside |= hdf5.names_outside(path, {*self.beside, *(each.name for each in groups)})
         return (*notes, *tabular.left_out_note(outside))
 
 
@@ -140,7 +140,7 @@ def open_groups(groups: Sequence[EpisodeGroup]) -> Iterator[tuple[EpisodeGroup, 
     for path, neighbours in itertools.groupby(groups, operator.attrgetter("path")):
         with hdf5.open_file(path) as file:
             for where in neighbours:
-                group = hdf5.own(file, where.name)
+                group = hdf5.open_entry(file, where.name)
                 check(isinstance(group, h5py.Group), where, "a group of this file", "none")
                 yield where, group
 
@@ -167,7 +167,7 @@ class RoboSet(GroupFormat):
     def matches(self, source: Source) -> bool:
         """Returns True if the first file has groups of trials."""
         files = self.files(source)
-        names = hdf5.top(files[0]) if files else {}
+        names = hdf5.top_level(files[0]) if files else {}
         return any(self.pattern.fullmatch(name) and names[name] for name in names)
 
     def files(self, source: Source) -> list[str]:
@@ -214,10 +214,10 @@ class Robomimic(GroupFormat):
 
     def matches(self, source: Source) -> bool:
         """Returns True if the file has groups of demonstrations."""
-        if not hdf5.top(source).get("data"):
+        if not hdf5.top_level(source).get("data"):
             return False
         with hdf5.open_file(source) as file:
-            return any(map(self.pattern.fullmatch, map(str, hdf5.own(file, "data"))))
+            return any(map(self.pattern.fullmatch, map(str, hdf5.open_entry(file, "data"))))
 
     def facts(self, source: Source, where: EpisodeGroup) -> dict[str, Any]:
         """Returns `demo`, the number, and `mask/<key>`, True for each list that has it."""
@@ -229,8 +229,10 @@ class Robomimic(GroupFormat):
         """Returns the attributes of the file and of `data` as metadata, and notes."""
         groups, notes = self.groups(source), list[str]()
         with hdf5.open_file(source) as file:
-            attributes = {**file.attrs, **hdf5.own(file, "data").attrs}
-        metadata: dict[str, Any] = {name: hdf5.plain(value) for name, value in attributes.items()}
+            attributes = {**file.attrs, **hdf5.open_entry(file, "data").attrs}
+        metadata: dict[str, Any] = {
+            name: hdf5.to_python(value) for name, value in attributes.items()
+        }
         for name, value in metadata.items():
             if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
                 with contextlib.suppress(ValueError):  # a text that is not JSON stays a text
@@ -248,11 +250,13 @@ class Robomimic(GroupFormat):
 
         def read() -> dict[str, set[str]]:
             with hdf5.open_file(source) as file:
-                masks = hdf5.own(file, "mask")
-                lists = hdf5.below(masks) if isinstance(masks, h5py.Group) else {}
+                masks = hdf5.open_entry(file, "mask")
+                lists = hdf5.columns_below(masks) if isinstance(masks, h5py.Group) else {}
                 limit = ExpansionLimit(source, [source], self.max_expansion)
                 limit.add(declared_nbytes(lists))
                 every = {key: np.reshape(entry[:], -1) for key, entry in lists.items()}
-            return {key: {str(hdf5.plain(text)) for text in texts} for key, texts in every.items()}
+            return {
+                key: {str(hdf5.to_python(text)) for text in texts} for key, texts in every.items()
+            }
 
-        return tabular.cached([source], ("masks", self.max_expansion), read)
+        return tabular.read_once([source], ("masks", self.max_expansion), read)

@@ -112,7 +112,7 @@ class LeRobot(tabular.TableFormat):
 
 def _columns(files: arrow.ArrowFiles, meta: LeRobotMeta) -> tuple[dict[str, Column], list[str]]:
     """Returns the tables' columns by feature, and notes on columns that are left out."""
-    present, (numbers, _, _) = files.schema.names, arrow.by_type(files.schema)
+    present, (numbers, _, _) = files.schema.names, arrow.fields_by_type(files.schema)
     columns, others = dict[str, Column](), list[tuple[str, str]]()
     for name, about in meta.info["features"].items():
         if about["dtype"] == "video":
@@ -125,7 +125,7 @@ def _columns(files: arrow.ArrowFiles, meta: LeRobotMeta) -> tuple[dict[str, Colu
             columns[name] = _number_column(files, meta, name)
         else:
             others.append((name, about["dtype"]))
-    notes = [*arrow.left_out(others)]
+    notes = [*arrow.note_left_out(others)]
     if strange := ", ".join(name for name in present if name not in meta.info["features"]):
         notes.append(f"Columns that are not in info.json are left out: {strange}.")
     return columns, notes

@@ -12,8 +12,8 @@ import numpy as np
 from jrb.authoring import ExpansionLimit, require
 from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.reading import arrow
-from jrb.datasets.reading.names import check, natural_order, refused
-from jrb.datasets.reading.tabular import cached
+from jrb.datasets.reading.names import check, explain_damage, natural_order
+from jrb.datasets.reading.tabular import read_once
 
 INFO = os.path.join("meta", "info.json")
 _MAX_STEPS = 1 << 48  # the number of steps that an episode must stay below
@@ -48,7 +48,7 @@ def read(root: str, max_expansion: float) -> LeRobotMeta:
     walk = os.walk(os.path.join(root, "meta"))
     files = [os.path.join(folder, name) for folder, _, names in walk for name in names]
     limit = ExpansionLimit(os.path.join(root, "meta"), files, max_expansion)
-    return cached(files, ("lerobot", root, max_expansion), lambda: _read(root, limit))
+    return read_once(files, ("lerobot", root, max_expansion), lambda: _read(root, limit))
 
 
 def _read(root: str, limit: ExpansionLimit) -> LeRobotMeta:
@@ -188,15 +188,18 @@ def _rows(path: str, limit: ExpansionLimit) -> list[dict[str, Any]]:
     if path.endswith(".jsonl"):
         if os.path.isfile(path):
             damage = (ValueError, RecursionError)
-            with refused(path, "lines of JSON", damage), open(path, encoding="utf-8") as file:
+            with (
+                explain_damage(path, "lines of JSON", damage),
+                open(path, encoding="utf-8") as file,
+            ):
                 rows = [json.loads(line) for line in file if line.strip()]
         check(all(isinstance(row, dict) for row in rows), path, "a dict in each line", "others")
         return rows
     parquet = require("pyarrow.parquet", "datasets")
     chunks = sorted(os.listdir(path), key=natural_order) if os.path.isdir(path) else [""]
     folders = [os.path.join(path, chunk) if chunk else path for chunk in chunks]
-    for table in [each for folder in folders for each in arrow.tables(folder)]:
-        with arrow.refused(table):
+    for table in [each for folder in folders for each in arrow.table_paths(folder)]:
+        with arrow.explain_damage(table):
             file = parquet.ParquetFile(table)
             names = [name for name in file.schema_arrow.names if not name.startswith("stats/")]
             limit.add(file.metadata.num_rows * len(names) * _OBJECT)

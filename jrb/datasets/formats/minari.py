@@ -18,7 +18,7 @@ from jrb.datasets.format import Source
 from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.formats.hdf5_groups import EpisodeGroup, GroupFormat, open_groups
 from jrb.datasets.reading import arrow, hdf5, images, tabular
-from jrb.datasets.reading.names import check, refused, usual_leaf
+from jrb.datasets.reading.names import check, explain_damage, usual_leaf
 from jrb.datasets.reading.tabular import Column, DerivedColumn, EpisodeTables
 
 METADATA = "metadata.json"
@@ -84,7 +84,7 @@ class Minari(GroupFormat):
         folder, about, _ = _about(source)
         if _is_hdf5(about):
             path = os.path.join(folder, HDF5_FILE)
-            groups = tabular.cached([path], self, lambda: self.groups_in(0, path))
+            groups = tabular.read_once([path], self, lambda: self.groups_in(0, path))
         else:
             numbers = sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
             path_of = lambda number: os.path.join(folder, str(number))
@@ -101,10 +101,10 @@ class Minari(GroupFormat):
             # All groups' attributes are read at once and cached.
             every = lambda: open_groups(self.groups(source))
             read = lambda: {each.name: dict(group.attrs) for each, group in every()}
-            facts = tabular.cached([where.path], "minari facts", read)[where.name]
+            facts = tabular.read_once([where.path], "minari facts", read)[where.name]
         else:
             facts = _flat(read_json(os.path.join(where.path, METADATA)))
-        return {name: hdf5.plain(fact) for name, fact in facts.items() if name != "total_steps"}
+        return {name: hdf5.to_python(fact) for name, fact in facts.items() if name != "total_steps"}
 
     def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Returns the metadata, and notes: those in the metadata, on JPEG, and on gaps."""
@@ -126,7 +126,7 @@ class Minari(GroupFormat):
     def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
         """Yields the place and the table of each episode in `numbers`; None for all."""
         groups, files = self.groups(source), self.files(source)
-        alike = tabular.cached(files, (self, "alike"), lambda: self._alike(source, groups))
+        alike = tabular.read_once(files, (self, "alike"), lambda: self._alike(source, groups))
         chosen = groups if numbers is None else [groups[number] for number in numbers]
         for where, arrays in self._arrays(source, chosen):
             others = {n for n in arrays if n.split("/")[0] not in self.needed} - alike
@@ -140,7 +140,7 @@ class Minari(GroupFormat):
         alike: set[Any] | None = None
         for _, arrays in self._arrays(source, groups):
             steps, forms = len(arrays.get("rewards") or ()), set[Any]()
-            for name, array in tabular.by_content(arrays)[0].items():
+            for name, array in tabular.sort_arrays(arrays)[0].items():
                 if name.split("/")[0] not in self.needed:
                     forms.add(
                         (name, tuple(array.shape[1:]), np.dtype(array.dtype), len(array) - steps)
@@ -157,7 +157,7 @@ class Minari(GroupFormat):
             yield from ((where, _in_tables(where, spaces, self.own)) for where in groups)
             return
         for where, group in open_groups(groups):
-            arrays = hdf5.below(group)
+            arrays = hdf5.columns_below(group)
             for name in spaces.keys() & arrays.keys():
                 # JPEG images are rows of bytes, of equal or different lengths.
                 shape, column = spaces[name].shape, arrays[name]
@@ -181,12 +181,12 @@ def _about(source: Source) -> tuple[str, dict[str, Any], dict[str, MinariSpace]]
     path = next(filter(os.path.isfile, paths), "")
     expected = f"a folder with '{METADATA}', or one with such a folder 'data'"
     check(path, source, expected, "none")
-    return os.path.dirname(path), *tabular.cached([path], "minari", lambda: _metadata(path))
+    return os.path.dirname(path), *tabular.read_once([path], "minari", lambda: _metadata(path))
 
 
 def _metadata(path: str) -> tuple[dict[str, Any], dict[str, MinariSpace]]:
     damage = (ValueError, RecursionError, AttributeError, TypeError)
-    with refused(path, "metadata of Minari in JSON", damage):
+    with explain_damage(path, "metadata of Minari in JSON", damage):
         about = read_json(path)
         for name in ("observation_space", "action_space", "env_spec", "eval_env_spec"):
             if isinstance(about.get(name), str):
@@ -224,7 +224,7 @@ def _jpeg_column(column: Column, where: str, shape: tuple[int, ...]) -> JpegColu
     def read(start: int, stop: int) -> np.ndarray:
         values = np.empty((stop - start, *shape), np.uint8)
         for place, data in enumerate(column[start:stop]):
-            image = images.decoded(np.asarray(data, np.uint8).tobytes(), where)
+            image = images.decode_image(np.asarray(data, np.uint8).tobytes(), where)
             check(image.shape == shape, where, f"images {list(shape)}", list(image.shape))
             values[place] = image
         return values
@@ -236,10 +236,10 @@ def _in_tables(
     where: EpisodeGroup, spaces: Mapping[str, MinariSpace], own: Sequence[str]
 ) -> dict[str, Column]:
     """Returns the arrays by name of the tables in an episode's folder."""
-    paths = arrow.tables(where.path)
+    paths = arrow.table_paths(where.path)
     check(paths, where, "a file of Arrow or Parquet", "none")
     files = arrow.ArrowFiles(paths)
-    numbers, _, others = arrow.by_type(files.schema)
+    numbers, _, others = arrow.fields_by_type(files.schema)
     types, arrays = require("pyarrow", "datasets").types, dict[str, Column]()
     names = {space.fields: name for name, space in spaces.items()}
     for path, kind in [*((path, None) for path in numbers.values()), *others]:

@@ -70,7 +70,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
         if self.arrives is not None or not paths:
             return self
         with npz.open_file(paths[0], self.max_expansion) as arrays:
-            columns, _ = self._columns(paths[0], tabular.by_content(arrays)[0])
+            columns, _ = self._columns(paths[0], tabular.sort_arrays(arrays)[0])
             led = [name for name in columns if within(name, "action") or name == "next/reward"]
             is_zero = not any(columns[name][:1].any() for name in led)
             arrives = is_zero and bool({"discount", "is_first"} & arrays.keys())
@@ -81,7 +81,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
         paths = self.files(source)
         for path in paths if numbers is None else [paths[number] for number in numbers]:
             with npz.open_file(path, self.max_expansion) as arrays:
-                every, texts, others = tabular.by_content(arrays)
+                every, texts, others = tabular.sort_arrays(arrays)
                 columns, odd = self._columns(path, every)
                 table = self._table(path, columns, others | texts.keys() | odd)
                 yield path, dataclasses.replace(table, facts={"file": os.path.basename(path)})

@@ -39,7 +39,7 @@ class OGBench(TableFormat):
 
     def matches(self, source: Source) -> bool:
         """Returns True if the file has OGBench's arrays, and no rewards."""
-        names = npz.top(source)
+        names = npz.numeric_names(source)
         has_more = not _MADE.isdisjoint(map(usual_leaf, names - {"terminals"}))
         has_more |= any(name.startswith("reward") for name in names)
         return set(_NEEDED) <= names and not has_more
@@ -48,7 +48,7 @@ class OGBench(TableFormat):
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the file as a table; last rows serve only as next observations."""
         with npz.open_file(source, self.max_expansion) as every:
-            arrays, texts, others = tabular.by_content(every)
+            arrays, texts, others = tabular.sort_arrays(every)
             tabular.check_present(source, arrays, _NEEDED)
             leaves = to_ted(arrays, None, source, _NEEDED)
             columns, odd = tabular.step_columns(source, arrays, leaves)

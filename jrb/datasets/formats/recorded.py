@@ -61,7 +61,9 @@ class Recorded(tabular.TableFormat):
             for number in range(count)
         ]
         key = (self.max_expansion, sealed)
-        yield tabular.cached(paths, key, lambda: _table(source, paths, sealed, self.max_expansion))
+        yield tabular.read_once(
+            paths, key, lambda: _table(source, paths, sealed, self.max_expansion)
+        )
 
     def _sealed(self, source: Source) -> tuple[tuple[str, int], ...]:
         if self.sealed:

@@ -59,7 +59,7 @@ class TorchRL(TableFormat):
     def table(self, source: Source) -> Iterator[Table]:
         """Opens a dump; steps in TorchRL's default layout stay on disk until they are read."""
         key = source, self.keys, self.max_expansion
-        yield tabular.cached([os.path.join(source, _WRITER)], key, lambda: self._table(source))
+        yield tabular.read_once([os.path.join(source, _WRITER)], key, lambda: self._table(source))
 
     def _table(self, path: str) -> Table:
         items, info = interop.read_torchrl(path, squeeze=True, max_expansion=self.max_expansion)
@@ -91,7 +91,7 @@ class TorchRL(TableFormat):
             shape, read = (len(order), *leaf.shape[1:]), lambda a, b, leaf=leaf: leaf[order[a:b]]
             columns[name] = tabular.DerivedColumn(shape, leaf.dtype, read)
         flags = {name: tabular.is_set(columns[name][:]) for name in FLAGS if name in columns}
-        terminated, truncated = tabular.combined_flags(len(order), *map(flags.get, FLAGS))
+        terminated, truncated = tabular.combine_flags(len(order), *map(flags.get, FLAGS))
         columns.pop(DONE, None)
         columns |= {TERMINATED: terminated, TRUNCATED: truncated}
         metadata = {name: info[name] for name in ("layout", "capacity", "num_envs", "write_count")}

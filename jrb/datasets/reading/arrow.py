@@ -34,7 +34,7 @@ def format_of(path: object) -> str | None:
         return None
 
 
-def tables(path: Any) -> list[str]:
+def table_paths(path: Any) -> list[str]:
     """Returns `[path]` for a table, or the paths of a folder's tables, `part-9` before `part-10`.
 
     Files whose names begin with `.` or `_` are left out: they are hidden or hold metadata. A file
@@ -47,14 +47,14 @@ def tables(path: Any) -> list[str]:
     return [each for each in paths if format_of(each) or each.endswith(_ENDINGS)]
 
 
-def refused(path: str) -> contextlib.AbstractContextManager[None]:
+def explain_damage(path: str) -> contextlib.AbstractContextManager[None]:
     """Turns pyarrow's errors on damaged files into a `ValueError` that names the path."""
     # Imported before the body: a reader closed at the program's end can no longer import.
     damage = (require("pyarrow", "datasets").ArrowException, OSError, UnicodeDecodeError)
-    return names.refused(path, "a whole Parquet or Arrow file", damage)
+    return names.explain_damage(path, "a whole Parquet or Arrow file", damage)
 
 
-def starts_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+def cumulative_starts(counts: Sequence[int] | np.ndarray) -> np.ndarray:
     """Returns the sums of the counts before each entry, and of all, int64 `[len(counts) + 1]`."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
@@ -71,7 +71,7 @@ class TableFile:
         if not os.path.exists(path):
             raise FileNotFoundError(f"{path}: no such file or directory.")
         check(self._form, path, "a Parquet or Arrow file", "another")
-        with refused(path):
+        with explain_damage(path):
             if self._form == "parquet":
                 file = require("pyarrow.parquet", "datasets").ParquetFile(path, memory_map=True)
                 self.schema: Any = file.schema_arrow
@@ -86,7 +86,7 @@ class TableFile:
                 counts = [batch.num_rows for batch in batches]
                 counts = [sum(counts)] if self._form == "stream" else counts
             names = self.schema.names
-        self.starts: np.ndarray = starts_of(counts)
+        self.starts: np.ndarray = cumulative_starts(counts)
         check(len({*names}) == len(names), path, "a name of its own for each column", names)
 
     def column(self, group: int, name: str, rows: int) -> Iterator[Any]:
@@ -154,7 +154,7 @@ class ArrowFiles:
                 expected = f"the columns {names}, as in {paths[0]}"
                 check(sorted(file.schema.names) == names, path, expected, sorted(file.schema.names))
                 counts.append(int(file.starts[-1]))
-        self.starts: np.ndarray = starts_of(counts)
+        self.starts: np.ndarray = cumulative_starts(counts)
 
     def file(self, number: int) -> TableFile:
         """Returns an open file; the last few that were used stay open."""
@@ -165,7 +165,7 @@ class ArrowFiles:
         return file
 
 
-def by_type(
+def fields_by_type(
     schema: Any,
 ) -> tuple[dict[str, tuple[str, ...]], list[str], list[tuple[tuple[str, ...], Any]]]:
     """Returns the paths of numeric fields by name, the names of text columns, and other fields.
@@ -208,7 +208,7 @@ def _is_list(kind: Any) -> bool:
     return types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind)
 
 
-def left_out(others: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
+def note_left_out(others: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
     """Returns the note on columns without numbers, given their names and types, or no note."""
     columns = ", ".join(f"{name} ({kind})" for name, kind in others)
     return (f"Columns that hold no numbers are left out: {columns}.",) * bool(others)
@@ -298,7 +298,7 @@ class ArrowColumn:
             if "_example" in vars(self):
                 # Checked before decoding: a kilobyte can hold a list of gigabytes of zeros.
                 file.check_numbers(group, ".".join(self._path), math.prod(self.shape[1:]))
-            with refused(file.path):
+            with explain_damage(file.path):
                 for batch in file.column(group, self._path[0], count):
                     batch.validate(full=True)
                     yield row, batch

@@ -12,7 +12,7 @@ import numpy as np
 from jrb import read
 from jrb.authoring import enable_x64, tree_nbytes
 from jrb.buffer import ReplayBuffer
-from jrb.datasets.format import Source, native
+from jrb.datasets.format import Source, native_dtype
 from jrb.datasets.reading import tabular
 from jrb.datasets.reading.names import check
 from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, TRUNCATED, VALID, Table
@@ -70,7 +70,7 @@ class EpisodeRows:
             items = read.take_items(self._buffer, self._state, slots)
         steps = dict(zip(self._leaves, jax.tree.leaves(items), strict=True))
         flags = {name: tabular.is_set(steps.pop(name)) for name in FLAGS if name in steps}
-        terminated, truncated = tabular.combined_flags(len(slots), *map(flags.get, FLAGS))
+        terminated, truncated = tabular.combine_flags(len(slots), *map(flags.get, FLAGS))
         return {**steps, TERMINATED: terminated, TRUNCATED: truncated}
 
     def column(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -104,7 +104,7 @@ def episode_table(
     last = rows.at(rows.ends - 1)
     for name, leaf in last.items():
         shape, column = (len(rows), *leaf.shape[1:]), functools.partial(rows.column, name)
-        columns[name] = tabular.DerivedColumn(shape, native(leaf.dtype), column)
+        columns[name] = tabular.DerivedColumn(shape, native_dtype(leaf.dtype), column)
     cut = None
     if columns.pop(VALID, None) is not None:  # `Dataset` adds it again
         cut = ~tabular.is_set(last[VALID]) & ~last[TERMINATED]

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from jrb.datasets.reading.names import check, refused
+from jrb.datasets.reading.names import check, explain_damage
 
 _DAMAGE = (OSError, EOFError, zlib.error, ValueError)
-_refused = functools.partial(refused, expected="a whole gzipped .npy array", errors=_DAMAGE)
+_explain_damage = functools.partial(
+    explain_damage, expected="a whole gzipped .npy array", errors=_DAMAGE
+)
 
 
 class GzippedColumn:
@@ -64,7 +66,7 @@ class GzippedColumn:
     def _open(self, number: int) -> tuple[np.dtype, tuple[int, ...]]:
         """Opens a file in place of the open one; returns dtype and shape of its array."""
         self.close()
-        with _refused(self._paths[number]):
+        with _explain_damage(self._paths[number]):
             self._file, self._number = gzip.open(self._paths[number]), number  # noqa: SIM115
             np.lib.format.read_magic(self._file)
             shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(self._file)
@@ -80,7 +82,7 @@ class GzippedColumn:
             self._open(number)
         width = math.prod(self.shape[1:]) * self.dtype.itemsize
         is_end = stop == self.starts[number + 1] - self.starts[number]
-        with _refused(self._paths[number]):
+        with _explain_damage(self._paths[number]):
             self._file.seek(self._begin + start * width)
             data = self._file.read((stop - start) * width)
             # At the end of a file, gzip compares its CRC-32 with all that was read.

@@ -11,36 +11,42 @@ import numpy as np
 from h5py import h5d, h5o  # pyright: ignore[reportAttributeAccessIssue]: in C
 
 from jrb.authoring import ExpansionLimit, declared_nbytes
-from jrb.datasets.reading.names import begins, check, check_names, names_above, refused
+from jrb.datasets.reading.names import (
+    check,
+    check_names,
+    explain_damage,
+    has_signature,
+    names_above,
+)
 from jrb.datasets.reading.tabular import Column, DerivedColumn
 
 _DEPTH = 16  # maximum depth of groups in groups, and of links to links, against cycles
 
-is_hdf5: Callable[[object], bool] = functools.partial(begins, signature=b"\x89HDF\r\n\x1a\n")
+is_hdf5: Callable[[object], bool] = functools.partial(has_signature, signature=b"\x89HDF\r\n\x1a\n")
 """Returns True if a path is a file that begins as HDF5."""
 _DAMAGE = (OSError, RuntimeError, KeyError)
-_refused = functools.partial(refused, expected="a whole HDF5 file", errors=_DAMAGE)
+_explain_damage = functools.partial(explain_damage, expected="a whole HDF5 file", errors=_DAMAGE)
 
 
 @contextlib.contextmanager
 def open_file(path: str) -> Iterator[h5py.File]:
     """Opens a file for reading; refuses one that is cut short or damaged."""
-    with _refused(path), h5py.File(path, "r") as file:
+    with _explain_damage(path), h5py.File(path, "r") as file:
         yield file
 
 
-def top(path: Any) -> dict[str, bool]:
+def top_level(path: Any) -> dict[str, bool]:
     """Returns the top-level names of a file, True for groups; {} if it is not intact HDF5."""
     if not is_hdf5(path):
         return {}
     try:
         with open_file(path) as file:
-            return {name: isinstance(own(file, name), h5py.Group) for name in map(str, file)}
+            return {name: isinstance(open_entry(file, name), h5py.Group) for name in map(str, file)}
     except (ValueError, OSError):
         return {}
 
 
-def below(group: h5py.Group) -> dict[str, Column]:
+def columns_below(group: h5py.Group) -> dict[str, Column]:
     """Returns all datasets below a group by name (`a/b`), of any dtype.
 
     Soft links within the file are followed. Raises for links, names and datasets that lead out of
@@ -55,20 +61,20 @@ def below(group: h5py.Group) -> dict[str, Column]:
 
 
 def _datasets(group: h5py.Group, prefix: str = "") -> Iterator[tuple[str, h5py.Dataset]]:
-    """Yields the name and the dataset of all datasets below a group; see `below`."""
+    """Yields the name and the dataset of all datasets below a group; see `columns_below`."""
     path, is_deep = group.file.filename, prefix.count("/") > _DEPTH
     check(not is_deep, path, f"at most {_DEPTH} groups in each other", "more, or one in itself")
-    with _refused(path):
-        names = list(map(str, _followed(path, group, prefix, _DEPTH)))
+    with _explain_damage(path):
+        names = list(map(str, _open_path(path, group, prefix, _DEPTH)))
     for name in names:
-        entry = own(group, prefix + name)
+        entry = open_entry(group, prefix + name)
         if isinstance(entry, h5py.Group):
             yield from _datasets(group, f"{prefix}{name}/")
         elif isinstance(entry, h5py.Dataset):
             yield prefix + name, entry
 
 
-def outside(path: str, groups: set[str]) -> set[str]:
+def names_outside(path: str, groups: set[str]) -> set[str]:
     """Returns the names of the datasets of a file to which none of `groups`, such as `/a`, lead."""
     names = dict[int, str]()  # by address: links and further names lead to the same one
 
@@ -79,7 +85,7 @@ def outside(path: str, groups: set[str]) -> set[str]:
 
     with open_file(path) as file:
         file.visititems(visit)  # which visits no links
-        for group in map(functools.partial(own, file), groups if names else ()):
+        for group in map(functools.partial(open_entry, file), groups if names else ()):
             if isinstance(group, h5py.Group):
                 for _, entry in _datasets(group):
                     names.pop(h5o.get_info(entry.id).addr, None)
@@ -88,28 +94,28 @@ def outside(path: str, groups: set[str]) -> set[str]:
 
 def _column(path: str, name: str, entry: h5py.Dataset) -> DerivedColumn:
     """Returns the column of a dataset, with texts as Python strings; reads raise for damage."""
-    with _refused(path):
+    with _explain_damage(path):
         is_elsewhere = entry.external or entry.id.get_create_plist().get_layout() == h5d.VIRTUAL
         got = "an external or virtual one. Copy the data into the file"
         check(not is_elsewhere, f"{path}: '{name}'", "data in the dataset itself", got)
         is_text = h5py.check_string_dtype(entry.dtype) is not None
 
     def read(start: int, stop: int) -> Any:
-        with _refused(path):
+        with _explain_damage(path):
             rows: Any = entry.asstr(errors="surrogateescape") if is_text else entry
             return rows[start:stop]
 
     return DerivedColumn(entry.shape, entry.dtype, read)
 
 
-def own(group: h5py.Group, path: str) -> Any:
+def open_entry(group: h5py.Group, path: str) -> Any:
     """Returns the group or dataset at a path below a group, never in another file; else None."""
     filename = group.file.filename
-    with _refused(filename):
-        return _followed(f"{filename}: '{path}'", group, path, _DEPTH)
+    with _explain_damage(filename):
+        return _open_path(f"{filename}: '{path}'", group, path, _DEPTH)
 
 
-def _followed(where: str, group: h5py.Group, path: str, depth: int) -> Any:
+def _open_path(where: str, group: h5py.Group, path: str, depth: int) -> Any:
     """Opens a path part by part and checks each link, so that no other file is opened."""
     entry: Any = group.file["/"] if path.startswith("/") else group
     for part in path.split("/"):
@@ -119,7 +125,7 @@ def _followed(where: str, group: h5py.Group, path: str, depth: int) -> Any:
         if isinstance(link, h5py.HardLink):
             entry = entry[part]
         elif isinstance(link, h5py.SoftLink) and depth:
-            entry = _followed(where, entry, link.path, depth - 1)
+            entry = _open_path(where, entry, link.path, depth - 1)
         elif link is None and depth == _DEPTH:
             return None
         else:
@@ -128,18 +134,18 @@ def _followed(where: str, group: h5py.Group, path: str, depth: int) -> Any:
     return entry
 
 
-def strings(group: h5py.Group, limit: ExpansionLimit) -> dict[str, Any]:
+def read_scalars(group: h5py.Group, limit: ExpansionLimit) -> dict[str, Any]:
     """Returns the texts and single numbers below a group, and its attributes, as Python values."""
-    values: dict[str, Any] = {name: plain(value) for name, value in group.attrs.items()}
+    values: dict[str, Any] = {name: to_python(value) for name, value in group.attrs.items()}
     for name in map(str, group):
-        entry = own(group, name)
+        entry = open_entry(group, name)
         if isinstance(entry, h5py.Dataset) and entry.shape == () and not entry.external:
             limit.add(declared_nbytes({name: entry}))  # a fixed-length text can declare 2 GiB
-            values[name] = plain(entry[()])
+            values[name] = to_python(entry[()])
     return values
 
 
-def plain(value: object) -> Any:
+def to_python(value: object) -> Any:
     """Returns the value of an HDF5 attribute as a Python value."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")

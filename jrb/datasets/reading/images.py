@@ -11,17 +11,17 @@ import numpy as np
 
 from jrb.authoring import require
 from jrb.datasets.reading import arrow
-from jrb.datasets.reading.names import check, refused
+from jrb.datasets.reading.names import check, explain_damage
 from jrb.datasets.reading.tabular import Column, DerivedColumn
 
 _AT_ONCE = 16  # the number of images that are decoded at once
 
 
-def decoded(data: bytes, where: str) -> np.ndarray:
+def decode_image(data: bytes, where: str) -> np.ndarray:
     """Decodes an image to `[height, width]` or `[height, width, channel]`; raises if damaged."""
     pillow = require("PIL.Image", "datasets")
     damage = (OSError, SyntaxError, ValueError, pillow.DecompressionBombError)
-    with refused(where, "whole images", damage), pillow.open(io.BytesIO(data)) as image:
+    with explain_damage(where, "whole images", damage), pillow.open(io.BytesIO(data)) as image:
         return np.array(image.convert("RGB") if image.mode == "P" else image)
 
 
@@ -51,7 +51,7 @@ class ImageColumn(arrow.ArrowColumn):
         is_bytes = types.is_binary(array.type) or types.is_large_binary(array.type)
         self._check(is_bytes, "images as bytes", str(array.type))
         self._check(array.null_count == 0, "the bytes of images", "a null")
-        images = [decoded(data, self._where) for data in array.to_pylist()]
+        images = [decode_image(data, self._where) for data in array.to_pylist()]
         if self._has_channels:
             images = [image if image.ndim == 3 else image[..., None] for image in images]
         first = vars(self)["_example"][0] if "_example" in vars(self) else images[0]
@@ -94,7 +94,7 @@ def _nearest_frames(path: str, times: np.ndarray, tolerance: float) -> Iterator[
     """Yields the frames nearest to ascending times in seconds; raises if one is too far."""
     av = require("av", "video")
     damage = (av.error.FFmpegError, IndexError)
-    with refused(path, "a whole video", damage), av.open(path) as container:
+    with explain_damage(path, "a whole video", damage), av.open(path) as container:
         stream = container.streams.video[0]
         # Seeking finds the last key frame before the first time; decoding begins there.
         begin = max(0.0, times[0] - tolerance) / stream.time_base

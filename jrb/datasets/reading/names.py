@@ -43,7 +43,9 @@ def check(is_right: object, where: object, expected: str, got: object) -> None:
 
 
 @contextlib.contextmanager
-def refused(where: object, expected: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+def explain_damage(
+    where: object, expected: str, errors: tuple[type[Exception], ...]
+) -> Iterator[None]:
     """Turns the errors that a library raises for damaged files into a `ValueError`."""
     try:
         yield
@@ -54,7 +56,7 @@ def refused(where: object, expected: str, errors: tuple[type[Exception], ...]) -
         raise ValueError(f"{where}: expected {expected}, got {got}") from error
 
 
-def begins(path: object, signature: bytes) -> bool:
+def has_signature(path: object, signature: bytes) -> bool:
     """Returns True if a path is a file that begins with these bytes."""
     if not isinstance(path, str) or not os.path.isfile(path):
         return False
@@ -106,13 +108,13 @@ def to_ted(
     the same leaf then keeps its own.
     """
     names = list(names)
-    mapped, leaves = _mapped(names, mapping, source), dict[str, str]()
+    mapped, leaves = _normalize_mapping(names, mapping, source), dict[str, str]()
     for name in own:
         is_free = not any(within(_LEAF_OF[name], leaf) for leaf in mapped.values())
-        if is_free and any(_match(other, {name}, separators)[0] for other in names):
+        if is_free and any(_match_head(other, {name}, separators)[0] for other in names):
             mapped[name] = _LEAF_OF[name]
     for name in names:
-        head, parts = _match(name, mapped, separators)
+        head, parts = _match_head(name, mapped, separators)
         if head is not None:
             leaves[name] = "/".join([mapped[head], *parts])
             continue
@@ -127,7 +129,7 @@ def to_ted(
         name: "/" not in name and bool(names_above(leaf) & every) for name, leaf in leaves.items()
     }
     leaves = {name: name if is_below[name] else leaf for name, leaf in leaves.items()}
-    _check_apart(leaves, source, "mapping=")
+    _check_distinct(leaves, source, "mapping=")
     return leaves
 
 
@@ -139,7 +141,7 @@ def episode_text(
 ) -> list[str]:
     """Returns [name] of the column of texts that identifies the episode of each step, or []."""
     names, texts, episode = list(names), list(texts), ROLES["episode"]
-    mapped = _mapped([*names, *texts], mapping, source)
+    mapped = _normalize_mapping([*names, *texts], mapping, source)
     mapped_texts = [text for text in texts if text in mapped]
     for text in mapped_texts:
         where, got = f"{source}: mapping: '{mapped[text]}'", f"{text!r}, which holds texts"
@@ -168,17 +170,17 @@ def leaves_in_ted(source: object, names: Iterable[str], keys: Keys) -> dict[str,
     has_reward = any(within(name, path) for name in names)
     check(has_reward, f"{source}: reward", f"a leaf at '{path}'", got)
     leaves = ted_names(names, keys)
-    _check_apart(leaves, source, "keys=jrb.Keys(...)")
+    _check_distinct(leaves, source, "keys=jrb.Keys(...)")
     return leaves
 
 
-def _mapped(
+def _normalize_mapping(
     names: list[str], mapping: Mapping[str, Any] | Keys | None, source: object
 ) -> dict[str, str]:
     """Returns a mapping in one form: leaf in TED by name in the file; raises if it is wrong."""
     if mapping is None:
         return {}
-    is_present = lambda name: any(_match(other, {name})[0] is not None for other in names)
+    is_present = lambda name: any(_match_head(other, {name})[0] is not None for other in names)
     mapped: dict[str, str] = {}
     if isinstance(mapping, Keys):
         for role, leaf in ROLES.items():
@@ -205,7 +207,9 @@ def _mapped(
     return mapped
 
 
-def _match(name: str, heads: Iterable[str], separators: str = "./") -> tuple[str | None, list[str]]:
+def _match_head(
+    name: str, heads: Iterable[str], separators: str = "./"
+) -> tuple[str | None, list[str]]:
     """Returns the longest of `heads` that equals or contains a name, and the parts below it."""
     for head in sorted(heads, key=len, reverse=True):
         for form in (head, head.replace("/", ".")):
@@ -226,7 +230,7 @@ def usual_leaf(name: str, separators: str = "./") -> str | None:
     return "/".join([leaf, *parts[1:]]) if leaf.startswith("next/") else None
 
 
-def _check_apart(leaves: dict[str, str], source: object, option: str) -> None:
+def _check_distinct(leaves: dict[str, str], source: object, option: str) -> None:
     """Raises if two names have one leaf, a leaf is below another, or a leaf is not a path."""
     every = list(leaves.values())
     for name, leaf in leaves.items():

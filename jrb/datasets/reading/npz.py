@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from jrb.authoring import MAX_EXPANSION, ExpansionLimit
-from jrb.datasets.reading.names import begins, check, check_names, refused
-from jrb.datasets.reading.tabular import Column, DerivedColumn, by_content
+from jrb.datasets.reading.names import check, check_names, explain_damage, has_signature
+from jrb.datasets.reading.tabular import Column, DerivedColumn, sort_arrays
 
-is_npz: Callable[[object], bool] = functools.partial(begins, signature=b"PK\x03\x04")
+is_npz: Callable[[object], bool] = functools.partial(has_signature, signature=b"PK\x03\x04")
 """Returns True if a path is a file that begins as a zip archive."""
 # Errors of zipfile, zlib and NumPy on damage; `RuntimeError` includes `NotImplementedError`.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
-_refused = functools.partial(refused, expected="a whole .npz file", errors=_DAMAGE)
+_explain_damage = functools.partial(explain_damage, expected="a whole .npz file", errors=_DAMAGE)
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def open_file(path: str, max_expansion: float = MAX_EXPANSION) -> Iterator[dict[
     the bytes that it stores.
     """
     with open(path, "rb") as file, contextlib.ExitStack() as stack:
-        with _refused(path):
+        with _explain_damage(path):
             archive = stack.enter_context(zipfile.ZipFile(file))
             members = archive.infolist()
             # zipfile accepts a directory with fewer members than the archive's end record counts.
@@ -42,25 +42,27 @@ def open_file(path: str, max_expansion: float = MAX_EXPANSION) -> Iterator[dict[
         check_names(path, names)
         # Checked before decompression: a kilobyte can hold gigabytes of zeros.
         ExpansionLimit(path, [path], max_expansion).add(sum(each.file_size for each in members))
-        arrays = [_array(f"{path}: '{info.filename}'", archive, info) for info in members]
+        arrays = [_open_array(f"{path}: '{info.filename}'", archive, info) for info in members]
         yield dict(zip(names, arrays, strict=True))
 
 
-def top(path: Any) -> set[str]:
+def numeric_names(path: Any) -> set[str]:
     """Returns the names of the numeric arrays in a file; none if it is not an intact archive."""
     try:
         with open_file(path, math.inf) if is_npz(path) else contextlib.nullcontext({}) as arrays:
-            return {*by_content(arrays)[0]}
+            return {*sort_arrays(arrays)[0]}
     except (ValueError, OSError):
         return set()
 
 
-def _array(where: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> DerivedColumn | None:
+def _open_array(
+    where: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo
+) -> DerivedColumn | None:
     """Reads the header of an array; returns None if a member is no array, or one of objects.
 
     The whole array is read at the first access to a row.
     """
-    with _refused(where), archive.open(info) as file:
+    with _explain_damage(where), archive.open(info) as file:
         shape, dtype = (), np.dtype(object)
         if info.filename.endswith(".npy"):
             # Version 3 differs from 2 in names of fields only; arrays with fields are left out.
@@ -77,9 +79,9 @@ def _array(where: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Deriv
         check(size == nbytes, "data", f"{nbytes} bytes for shape {shape} of {dtype}", size)
 
     @functools.cache
-    def whole() -> np.ndarray:
+    def read_whole() -> np.ndarray:
         # The sizes fit, so this reads to the end of the member, where zipfile checks its CRC-32.
-        with _refused(where), archive.open(info) as file:
+        with _explain_damage(where), archive.open(info) as file:
             return np.lib.format.read_array(file, allow_pickle=False)
 
-    return DerivedColumn(shape, dtype, lambda start, stop: np.array(whole()[start:stop]))
+    return DerivedColumn(shape, dtype, lambda start, stop: np.array(read_whole()[start:stop]))

@@ -69,7 +69,7 @@ def with_flags(
 ) -> dict[str, Column]:
     """Returns columns with terminated and truncated, computed from all flags when they are read.
 
-    `ends`, int64 `[K]`, are the ends of episodes; see `combined_flags`.
+    `ends`, int64 `[K]`, are the ends of episodes; see `combine_flags`.
     """
     flags = {name: flag_column(columns[name], name, source) for name in FLAGS if name in columns}
     masks = [columns[name] for name in bootstrap_masks(columns)]
@@ -78,7 +78,7 @@ def with_flags(
         stored = [flags[name][start:stop] if name in flags else None for name in FLAGS]
         may_end = np.isin(np.arange(start, stop), ends - 1)
         values = [mask[start:stop].reshape(-1) for mask in masks]
-        return combined_flags(stop - start, *stored, masks=values, may_end=may_end)
+        return combine_flags(stop - start, *stored, masks=values, may_end=may_end)
 
     steps, dtype = (len(next(iter(columns.values()))),), np.dtype(bool)
     column = lambda which: DerivedColumn(steps, dtype, lambda a, b: read(a, b)[which])
@@ -327,7 +327,7 @@ def _results(key: Hashable) -> list[Any]:
     return []
 
 
-def cached(files: Iterable[str], key: Hashable, compute: Callable[[], Any]) -> Any:
+def read_once(files: Iterable[str], key: Hashable, compute: Callable[[], Any]) -> Any:
     """Returns `compute()`, cached for `key` until one of the files changes."""
     stats = ((path, os.stat(path)) for path in files if os.path.exists(path))
     stamps = [(path, stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats]
@@ -348,12 +348,12 @@ def table_of(
     """Returns the table of columns; reads all flags to find the ends of episodes.
 
     An episode ends at flags (`next/terminated`, `next/truncated`, `next/done`; see
-    `combined_flags`), and where the value of `episode` changes. The ends are cached until `files`
+    `combine_flags`), and where the value of `episode` changes. The ends are cached until `files`
     change; `key` holds the options on which they depend.
     """
     read = functools.partial(_read_ends, columns, source)
     # All tables of these files share the cached arrays, so they must not be written to.
-    flags, ends, facts, notes = cached(files, key, read) if files else read()
+    flags, ends, facts, notes = read_once(files, key, read) if files else read()
     steps = {name: each for name, each in columns.items() if name != DONE} | flags
     notes += description.pop("notes", ())
     return Table(steps, ends, facts, notes=notes, **description)
@@ -400,7 +400,7 @@ def _episode_changes(numbers: np.ndarray, where: str) -> tuple[np.ndarray, np.nd
     return numbers, changes
 
 
-def combined_flags(
+def combine_flags(
     steps: int,
     done: np.ndarray | None,
     terminated: np.ndarray | None,
@@ -440,7 +440,7 @@ def ends_of(is_end: np.ndarray) -> np.ndarray:
     return np.unique(np.append(np.flatnonzero(is_end) + 1, last)).astype(np.int64)
 
 
-def by_content(
+def sort_arrays(
     arrays: Mapping[str, Column],
 ) -> tuple[dict[str, Column], dict[str, Column], set[str]]:
     """Returns the numeric arrays, the arrays of texts `[T]`, and the names of all others."""

@@ -30,7 +30,7 @@ import numpy as np
 
 from jrb.authoring import require
 from jrb.checkpoint import DamagedError
-from jrb.datasets.reading.arrow import refused
+from jrb.datasets.reading.arrow import explain_damage
 from jrb.datasets.reading.names import check
 
 EPISODE, STEP, ENV = "episode_index", "step_index", "env_index"
@@ -165,7 +165,7 @@ class RecordingSchema:
 
 def schema_of(path: str) -> RecordingSchema:
     """Returns the schema of the part at `path`; raises if damaged or of a newer version."""
-    with refused(path):
+    with explain_damage(path):
         arrow = require("pyarrow.parquet", "datasets").read_schema(path)
     try:
         body = json.loads((arrow.metadata or {})[_KEY])
@@ -238,7 +238,7 @@ def is_recording(path: str) -> bool:
     parquet = require("pyarrow.parquet", "datasets")
     for name in filter(_PART.fullmatch, sorted(os.listdir(path))):
         part = os.path.join(path, name)
-        with contextlib.suppress(ValueError, OSError), refused(part):
+        with contextlib.suppress(ValueError, OSError), explain_damage(part):
             if _KEY in (parquet.read_schema(part).metadata or {}):
                 return True
     return False

@@ -12,7 +12,7 @@ import numpy as np
 from jrb.authoring import Folder, Lock, make_folder
 from jrb.checkpoint import LockedError
 from jrb.datasets.reading.names import check
-from jrb.datasets.reading.tabular import combined_flags, is_set
+from jrb.datasets.reading.tabular import combine_flags, is_set
 from jrb.datasets.recording import parts
 from jrb.datasets.recording.items import FLAGS, ItemSpec
 from jrb.datasets.recording.parts import RecordingSchema
@@ -173,7 +173,7 @@ class RecordWriter:
         columns = columns if schema.num_envs is None else [column[order] for column in columns]
         begins = np.isin(order, now.begins)
         flags = {flag: is_set(columns[number]) for flag, number in spec.flags.items()}
-        terminated, truncated = combined_flags(now.held, *map(flags.get, FLAGS))
+        terminated, truncated = combine_flags(now.held, *map(flags.get, FLAGS))
         is_over, own_numbers = terminated | truncated, np.zeros(now.held, np.int64)
         if spec.episode is not None:
             own_numbers = columns[spec.episode].reshape(-1).astype(np.int64)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import jrb
 from jrb.checkpoint import LockedError
 from jrb.datasets import Recorder
-from jrb.datasets.format import native
+from jrb.datasets.format import native_dtype
 from tests.datasets.recording.recordings import KINDS, Stream, assert_same, check, item, stacked
 
 pytestmark = pytest.mark.slow
@@ -224,7 +224,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path):
         recorder.append({**items})
     dataset = jrb.datasets.open(tmp_path)
     for name, column in columns.items():
-        assert_same(dataset[0][name], column.astype(native(column.dtype)))
+        assert_same(dataset[0][name], column.astype(native_dtype(column.dtype)))
     words = dataset[0]["key"]
     again = jax.random.wrap_key_data(words, impl="rbg")
     assert (again == keys).all()
