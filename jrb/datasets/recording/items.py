@@ -37,8 +37,8 @@ class ItemSpec:
     @property
     def leaves(self) -> tuple[RecordedLeaf, ...]:
         """The recorded leaves that are not flags, sorted by name."""
-        kept = [leaf for n, leaf in enumerate(self.arrays) if n not in self.flags.values()]
-        return tuple(sorted(kept, key=lambda leaf: leaf.name))
+        step_leaves = [leaf for n, leaf in enumerate(self.arrays) if n not in self.flags.values()]
+        return tuple(sorted(step_leaves, key=lambda leaf: leaf.name))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -60,6 +60,7 @@ class ItemSpec:
 
     def check(self, items: Any, lead: tuple[int, ...], method: str) -> list[Any]:
         """Returns the leaves `[*lead, ...]` of items, numbers as arrays; raises if one differs."""
+        # Compare the structure first, to name the leaves that are missing or not expected.
         leaves, structure = jax.tree.flatten(items)
         if structure != self.structure:
             ours, names = set(self.names), leaf_names(items)
@@ -75,6 +76,7 @@ class ItemSpec:
             )
         for number, (leaf, spec) in enumerate(zip(leaves, self.specs, strict=True)):
             where = f"{method}: leaf '{self.names[number]}'"
+            # Python numbers are taken as the numbers that JAX makes of them.
             if not hasattr(leaf, "dtype"):
                 leaf = leaves[number] = _number(leaf, spec, where)
             if leaf.dtype != spec.dtype:
@@ -93,6 +95,7 @@ class ItemSpec:
 def _number(leaf: object, spec: Any, where: str) -> np.ndarray:
     """Returns a Python number as an array of the dtype that JAX gives it."""
     if isinstance(leaf, int) and np.dtype(spec.dtype).kind == "i":
+        # NumPy would wrap an integer that does not fit, without an error.
         bounds = np.iinfo(spec.dtype)
         fits = bounds.min <= leaf <= bounds.max
         check(fits, where, f"an integer that {spec.dtype} holds", leaf)
@@ -107,27 +110,32 @@ def item_spec(example: Any, lead: int, keys: Keys, method: str) -> ItemSpec:
     leaves, structure = jax.tree_util.tree_flatten_with_path(example)
     names = [leaf_name(path) for path, _ in leaves]
     specs = [_leaf_spec(leaf, lead, f"{method}: leaf '{leaf_name(path)}'") for path, leaf in leaves]
+    # A slash separates the levels of names in TED, so no key may have one.
     for path, _ in leaves:
         has_slash = any("/" in leaf_name((part,)) for part in path)
         check(not has_slash, method, "names without a slash", f"'{leaf_name(path)}'. Rename it")
+    # A dataset needs rewards; the other parts of a transition may be missing.
     reward = path_name(keys.reward)
     got = f"items with the leaves {names}. Name the right one with keys=jrb.Keys(reward=...)"
     has_reward = any(within(name, reward) for name in names)
     check(has_reward, "reward", f"a leaf at '{reward}'", got)
+    # Name the leaves as in TED. Flags become columns of the recorder's own, so only the others need
+    # names apart from each other.
     numbers = _single_numbers(names, specs, keys, method)
     episode = numbers.pop("episode", None)
     in_ted = ted_names(names, keys, _ROLES)
-    kept = [in_ted[name] for n, name in enumerate(names) if n not in numbers.values()]
+    step_names = [in_ted[name] for n, name in enumerate(names) if n not in numbers.values()]
     try:
-        check_names(method, [*_RESERVED, *kept])
+        check_names(method, [*_RESERVED, *step_names])
     except ValueError as error:
         raise ValueError(
             f"{error} Each leaf needs a place of its own in TED, apart from the flags "
             f"{list(_RESERVED)}: name all parts with keys=jrb.Keys(...)."
         ) from error
-    arrays = [_recorded(in_ted[name], spec) for name, spec in zip(names, specs, strict=True)]
+    arrays = [_recorded_leaf(in_ted[name], spec) for name, spec in zip(names, specs, strict=True)]
+    # Arrow gives the sizes of single values in 32 bits.
     for leaf in arrays:
-        got, is_small = f"{leaf.dtype} of shape {leaf.shape}", leaf.width < 1 << 31  # Arrow's limit
+        got, is_small = f"{leaf.dtype} of shape {leaf.shape}", leaf.width < 1 << 31
         check(is_small, f"{method}: leaf '{leaf.name}'", "less than 2 GiB in one item", got)
     return ItemSpec(structure, specs, names, arrays, numbers, episode)
 
@@ -136,9 +144,11 @@ def _single_numbers(names: list[str], specs: list[Any], keys: Keys, method: str)
     """Returns the leaf indices of the flags and the episode number, by their fields of `Keys`."""
     numbers: dict[str, int] = {}
     for role in (*FLAGS, "episode"):
+        # A flag is optional. If `keys` has a path for episode numbers, there must be such a leaf.
         path = path_name(getattr(keys, role))
         if not (role == "episode" and path) and not any(within(name, path) for name in names):
             continue
+        # A leaf of this name must be one number; a group of leaves below it is none.
         place = names.index(path) if path in names else -1
         spec, where = specs[place], f"{method}: leaf '{path}'"
         is_number = place >= 0 and spec.shape in ((), (1,)) and not is_keys(spec.dtype)
@@ -152,10 +162,11 @@ def _single_numbers(names: list[str], specs: list[Any], keys: Keys, method: str)
     return numbers
 
 
-def _recorded(name: str, spec: Any) -> RecordedLeaf:
+def _recorded_leaf(name: str, spec: Any) -> RecordedLeaf:
     """Returns a leaf as it is recorded: keys as their words, in this machine's byte order."""
     if not is_keys(spec.dtype):
         return RecordedLeaf(name, str(np.dtype(spec.dtype.type)), tuple(spec.shape))
+    # Find the implementation of the keys, with which their words become keys again.
     words = jax.eval_shape(jax.random.key_data, spec)
     impls = [impl for impl in _KEY_IMPLS if jax.random.key(0, impl=impl).dtype == spec.dtype]
     if not impls:
@@ -176,7 +187,8 @@ def _leaf_spec(leaf: Any, lead: int, where: str) -> jax.ShapeDtypeStruct:
 
 def check_numeric(where: str, dtype: np.dtype) -> None:
     """Raises `TypeError` for dtypes of texts, times, objects and structs."""
-    if dtype.kind in "OSUMmV" and dtype.type.__module__ == "numpy":  # bfloat16 is of kind V
+    # Dtypes of other packages, such as bfloat16, are of kind V too, but are numbers.
+    if dtype.kind in "OSUMmV" and dtype.type.__module__ == "numpy":
         raise TypeError(
             f"{where}: expected numbers, got dtype {dtype}. Encode it, or leave it out."
         )

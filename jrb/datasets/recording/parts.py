@@ -75,6 +75,7 @@ class RecordedLeaf:
     @property
     def is_bytes(self) -> bool:
         """True if the column holds each item as bytes, not as numbers."""
+        # Arrow has numbers of up to 64 bits, in NumPy's own dtypes.
         has_type = self.numpy.kind in "biuf" and self.numpy.isbuiltin == 1
         has_type &= self.numpy.itemsize <= 8
         return not has_type or math.prod(self.shape) > _MOST_NUMBERS
@@ -92,11 +93,14 @@ class RecordedLeaf:
         """Returns `values` `[n, ...]` as an Arrow array."""
         pa, count, flat = require("pyarrow", "datasets"), len(values), values.reshape(-1)
         if self.is_bytes:
+            # Arrow takes the array's memory as the values of the column, without a copy for each
+            # item.
             raw = pa.py_buffer(np.ascontiguousarray(flat).view(np.uint8))
             return pa.Array.from_buffers(self.column_type, count, [None, raw])
         numbers = pa.array(flat)
         if not self.shape:
             return numbers
+        # An item of several numbers is a list of fixed size over the flat numbers.
         storage = self.column_type.storage_type
         lists = pa.Array.from_buffers(storage, count, [None], children=[numbers])
         return pa.ExtensionArray.from_storage(self.column_type, lists)
@@ -105,6 +109,7 @@ class RecordedLeaf:
         """Returns an Arrow array as a NumPy array `[n, ...]`, which may be read-only."""
         count = len(array)
         if self.is_bytes:
+            # A slice of a column shares its buffer, and begins at an offset in it.
             start, size = array.offset * self.width, count * self.width
             flat = np.frombuffer(array.buffers()[1], np.uint8, size, start).view(self.numpy)
         else:
@@ -129,9 +134,12 @@ class RecordingSchema:
     def arrow(self) -> Any:
         """The Arrow schema. Leaves of size 0 have no column, since Parquet lacks such columns."""
         pa = require("pyarrow", "datasets")
+        # The recorder's columns come first, then the leaves in the order of their names.
         types = {name: pa.from_numpy_dtype(dtype) for name, dtype in TYPES.items()}
         types |= {leaf.column: leaf.column_type for leaf in self.leaves if leaf.width}
         fields = [pa.field(name, kind, nullable=False) for name, kind in types.items()]
+        # The metadata in JSON describe the leaves, as Arrow's types do not tell all dtypes and
+        # shapes.
         body = {"version": _VERSION, **dataclasses.asdict(self)}
         if self.facts is not None:
             body["facts"] = {name: [str(it.dtype), it.tolist()] for name, it in self.facts.items()}
@@ -140,6 +148,7 @@ class RecordingSchema:
     def encode(self, own: Mapping[str, np.ndarray], leaves: Mapping[str, np.ndarray]) -> Any:
         """Returns the bytes of a part of n rows, given the columns of `TYPES` and the leaves."""
         pa, parquet = require("pyarrow", "datasets"), require("pyarrow.parquet", "datasets")
+        # Put the columns into the order of the schema.
         columns = {name: pa.array(array) for name, array in own.items()}
         columns |= {it.column: it.encode(leaves[it.name]) for it in self.leaves if it.width}
         arrays = [columns[name] for name in self.arrow.names]
@@ -171,11 +180,13 @@ def schema_of(path: str) -> RecordingSchema:
         body = json.loads((arrow.metadata or {})[_KEY])
         version = body.pop("version")
         if version == _VERSION:
+            # Check all sizes before arrays of these shapes are allocated.
             leaves = [{**leaf, "shape": tuple(leaf["shape"])} for leaf in body.pop("leaves")]
             sizes = [0 if body["num_envs"] is None else body["num_envs"]]
             sizes += [size for leaf in leaves for size in leaf["shape"]]
             if any(type(size) is not int or not 0 <= size < 1 << 40 for size in sizes):
                 raise ValueError(f"sizes {sizes}")
+            # Make facts arrays again, and compare the columns with those that the leaves need.
             facts = body.pop("facts")
             if facts is not None:
                 facts = {name: np.array(it[1], it[0]).reshape(-1) for name, it in facts.items()}
@@ -195,6 +206,7 @@ def schema_of(path: str) -> RecordingSchema:
 
 def new_writer_name(name: str) -> str:
     """Returns a unique name for a writer, made of the time, `name` and random digits."""
+    # Names sort by the time at which the writers began.
     now = time.time_ns() // 1000
     moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now // 1_000_000))
     return f"{moment}{now % 1_000_000:06d}-{name}-{secrets.token_hex(4)}"
@@ -215,6 +227,7 @@ def part_counts(path: str) -> dict[str, int]:
 
     Raises `DamagedError` if a part is missing before another one.
     """
+    # Collect the numbers of each writer's parts from the names of the files.
     numbers: dict[str, set[int]] = {}
     for match in filter(None, map(_PART.fullmatch, sorted(os.listdir(path)))):
         numbers.setdefault(match[1], set()).add(int(match[2]))
@@ -238,6 +251,8 @@ def is_recording(path: str) -> bool:
     parquet = require("pyarrow.parquet", "datasets")
     for name in filter(_PART.fullmatch, sorted(os.listdir(path))):
         part = os.path.join(path, name)
+        # Another program's Parquet file may have such a name, so look for the metadata; a damaged
+        # part is passed over.
         with contextlib.suppress(ValueError, OSError), explain_damage(part):
             if _KEY in (parquet.read_schema(part).metadata or {}):
                 return True
@@ -248,6 +263,7 @@ def check_same_leaves(
     path: str, schema: RecordingSchema, writer: str, other: RecordingSchema
 ) -> None:
     """Raises `ValueError` unless `schema` and the schema `other` of `writer` have equal leaves."""
+    # Compare keys by their implementation, for a message that names it.
     theirs, ours = (
         [(leaf.name, leaf.key_impl or leaf.dtype, leaf.shape) for leaf in each.leaves]
         for each in (other, schema)

@@ -16,8 +16,7 @@ from jax import lax
 from jrb._util.pytree import kept_dtype
 from jrb.authoring import absolute_path, call_on_host, casting, checks
 from jrb.datasets.reading.names import check
-from jrb.datasets.recording.items import ItemSpec, is_keys, item_spec
-from jrb.datasets.recording.parts import RecordingSchema
+from jrb.datasets.recording.items import is_keys, item_spec
 from jrb.datasets.recording.writer import RecordWriter
 from jrb.keys import TED, Keys
 
@@ -85,30 +84,24 @@ class Recorder:
             raise TypeError(f"keys: expected jrb.Keys(...), got {keys!r}.")
         is_name = name is None or (isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name))
         check(is_name, "name", "at most 100 letters, digits, dots and dashes", repr(name))
-        try:
-            if not isinstance(metadata, dict | None):
-                raise TypeError(type(metadata).__name__)
-            self._metadata = json.loads(json.dumps(metadata or {}))
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"metadata: expected a dict that JSON can hold, got {error}."
-            ) from error
-        is_free = "writers" not in self._metadata
-        check(is_free, "metadata", "other names than 'writers'", "this one, which has a meaning")
+        self._metadata = _normalize_metadata(metadata)
         self._path = absolute_path(path)
         self._num_envs, self._keys = num_envs, keys
         self._lead: tuple[int, ...] = () if num_envs is None else (num_envs,)
         self._every = np.arange(num_envs or 1, dtype=np.int32)
+        # Check the example before the folder is created.
         spec = None
         if example is not None:
             what = "Recorder: example"
             spec = item_spec(casting.arrays(example, what), 0, keys, what)
         self._writer = RecordWriter(self._path, name or str(os.getpid()), chunk)
+        # Items in memory are sealed at the end of the program, or of the recorder's life.
         self._end = weakref.finalize(self, self._writer.close)
         if spec is not None:
             try:
-                self._begin(spec)
+                self._writer.begin(spec, self._num_envs, self._metadata)
             except BaseException:
+                # A recorder that cannot begin must not keep its lock.
                 self._end()
                 raise
 
@@ -185,6 +178,7 @@ class Recorder:
                 "record: expected a recorder that knows its items, got one without an example. "
                 "Make it with Recorder(path, example)."
             )
+        # Under `jit`, JAX converts dtypes that it lacks, which would change the items.
         for leaf_name, leaf in zip(spec.names, spec.specs, strict=True):
             if not is_keys(leaf.dtype) and kept_dtype(leaf.dtype) != leaf.dtype:
                 raise TypeError(
@@ -192,6 +186,7 @@ class Recorder:
                     f"{leaf.dtype}. Set jax_enable_x64, or record other dtypes."
                 )
         items = casting.arrays(items, "record")
+        # A further axis in the first leaf is that of time.
         first, lead = jax.tree.leaves(items)[:1], self._lead
         if first and np.ndim(first[0]) - len(spec.specs[0].shape) > len(lead):
             lead = (np.shape(first[0])[0], *lead)
@@ -205,6 +200,7 @@ class Recorder:
             host = list(map(np.asarray, arrays))
             self._put(host[: len(leaves)], lead, host[len(leaves)] if masks else None)
 
+        # Gradients stop here, as a callback has none.
         call_on_host(put, None, *map(lax.stop_gradient, (*leaves, *masks)))
 
     def truncate(self, mask: Any = None) -> None:
@@ -257,6 +253,7 @@ class Recorder:
         return f"Recorder({self.path}: {self.sealed} items sealed, {state})"
 
     def _take(self, items: Any, lead: tuple[int, ...], mask: Any, method: str) -> None:
+        # The first items define the structure of all. Check everything before the folder changes.
         spec = self._writer.spec or item_spec(items, len(lead), self._keys, method)
         leaves = spec.check(items, lead, method)
         for number, leaf in enumerate(leaves):
@@ -271,28 +268,39 @@ class Recorder:
             mask = np.asarray(mask)
             _check_mask(mask, lead, self._lead, method)
         if self._writer.spec is None:
-            self._begin(spec)
+            self._writer.begin(spec, self._num_envs, self._metadata)
         self._put(leaves, lead, mask)
 
     def _put(self, arrays: list[np.ndarray], lead: tuple[int, ...], mask: Any) -> None:
         """Passes checked leaves `[*lead, ...]` to the writer, without masked items."""
+        # Join the axes of time and environments, and give each item the number of its environment.
         count, envs = math.prod(lead), None
         if len(lead) > 1:
             arrays = [array.reshape((count, *array.shape[2:])) for array in arrays]
         if self._num_envs is not None:
             envs = np.tile(self._every, count // self._num_envs) if len(lead) > 1 else self._every
         if mask is not None:
-            kept = mask.reshape(mask.shape + (1,) * (len(lead) - mask.ndim))
-            kept = np.broadcast_to(kept, lead).reshape(-1)
-            arrays = [array[kept] if lead else array[None][kept] for array in arrays]
-            count, envs = int(kept.sum()), None if envs is None else envs[kept]
+            # A mask of timesteps holds for all environments of each.
+            is_recorded = mask.reshape(mask.shape + (1,) * (len(lead) - mask.ndim))
+            is_recorded = np.broadcast_to(is_recorded, lead).reshape(-1)
+            arrays = [array[is_recorded] if lead else array[None][is_recorded] for array in arrays]
+            count, envs = int(is_recorded.sum()), None if envs is None else envs[is_recorded]
         if count:
             self._writer.put(arrays, count, envs)
 
-    def _begin(self, spec: ItemSpec) -> None:
-        """Writes the schema of the items as the writer's first part."""
-        schema = RecordingSchema(self._num_envs, spec.leaves, spec.notes, self._metadata)
-        self._writer.begin(spec, schema)
+
+def _normalize_metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns metadata as JSON keeps them; raises if it cannot."""
+    try:
+        if not isinstance(metadata, dict | None):
+            raise TypeError(type(metadata).__name__)
+        entries = json.loads(json.dumps(metadata or {}))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metadata: expected a dict that JSON can hold, got {error}.") from error
+    # Datasets list the names of the writers there.
+    is_free = "writers" not in entries
+    check(is_free, "metadata", "other names than 'writers'", "this one, which has a meaning")
+    return entries
 
 
 def _raw(leaf: Any) -> Any:

@@ -6,6 +6,7 @@ import itertools
 import os
 import secrets
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -72,25 +73,30 @@ class RecordWriter:
                 "another one for the same path: it continues in parts of its own."
             )
 
-    def begin(self, spec: ItemSpec, schema: RecordingSchema) -> None:
+    def begin(self, spec: ItemSpec, num_envs: int | None, metadata: dict[str, Any]) -> None:
         """Writes a first part without rows, whose schema describes the items."""
+        schema = RecordingSchema(num_envs, spec.leaves, spec.notes, metadata)
         with self._mutex:
             self.check()
             self._lock.check()
+            # All writers of a recording need the same leaves.
             path = self._folder.path
             for writer in parts.part_counts(path):
                 with contextlib.suppress(FileNotFoundError):
                     other = parts.schema_of(os.path.join(path, parts.part_name(writer, 0)))
                     parts.check_same_leaves(path, schema, writer, other)
-            if self.spec is not None:  # another thread wrote it meanwhile
+            # Another thread may have written it meanwhile.
+            if self.spec is not None:
                 return
+            # Write the part, and choose how many items the later ones hold.
             own = {name: np.zeros(0, dtype) for name, dtype in parts.TYPES.items()}
             leaves = {leaf.name: np.zeros((0, *leaf.shape), leaf.numpy) for leaf in schema.leaves}
             self._write(0, schema.encode(own, leaves))
             width = max(1, sum(leaf.width for leaf in spec.arrays))
             self._capacity = self._chunk or min(max(1, parts.PART_BYTES // width), _MOST_ITEMS)
             self._schema = schema
-            self.spec = spec  # last, so that after an interrupt the next call does it all again
+            # Set the spec last, so that after an interrupt the next call does it all again.
+            self.spec = spec
 
     def put(self, arrays: list[np.ndarray], count: int, envs: np.ndarray | None) -> None:
         """Adds `count` items, leaves `[count, ...]`, or one `[...]`; `envs` are their environments.
@@ -100,19 +106,24 @@ class RecordWriter:
         with self._mutex:
             self.check()
             room, now = len(self._memory[1]), self.progress
+            # Seal the items in memory if these do not fit, or if an earlier attempt failed.
             if now.held and (now.is_due or now.held + count > room):
                 self.seal()
                 now = self.progress
+            # Allocate memory for a part, unless that of the last one has the right size.
             size = max(self._capacity, count)
             if not now.held and room != size and self.spec is not None:
                 columns = [np.empty((size, *leaf.shape), leaf.numpy) for leaf in self.spec.arrays]
                 self._memory = columns, np.zeros(size, np.int32)
+            # Copy the items behind those in memory. They do not count before `progress` is
+            # replaced.
             columns, numbers = self._memory
             stop = now.held + count
             for column, array in zip(columns, arrays, strict=True):
                 column[now.held : stop] = array
             if envs is not None:
                 numbers[now.held : stop] = envs
+            # The first item of an environment after a `truncate` begins an episode.
             begins, restarts = now.begins, now.restarts
             if restarts is not None:
                 present, first = np.unique([0] if envs is None else envs, return_index=True)
@@ -172,33 +183,21 @@ class RecordWriter:
         columns = [column[: now.held] for column in self._memory[0]]
         columns = columns if schema.num_envs is None else [column[order] for column in columns]
         begins = np.isin(order, now.begins)
+        # An episode ends by flags, or by another number of the user's than that of the step before.
         flags = {flag: is_set(columns[number]) for flag, number in spec.flags.items()}
         terminated, truncated = combine_flags(now.held, *map(flags.get, FLAGS))
         is_over, own_numbers = terminated | truncated, np.zeros(now.held, np.int64)
         if spec.episode is not None:
             own_numbers = columns[spec.episode].reshape(-1).astype(np.int64)
-        num_envs = schema.num_envs or 1
-        streams = np.zeros(num_envs, _STREAM) if now.streams is None else now.streams.copy()
+        # Number episodes and steps. At first, all environments are at the end of an episode.
         if now.streams is None:
+            streams = np.zeros(schema.num_envs or 1, _STREAM)
             streams["is_over"] = True
-        episode, step = np.zeros((2, now.held), np.int64)
-        next_episode = now.next_episode
-        bounds = np.searchsorted(envs, np.arange(num_envs + 1))
-        for env, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
-            if start == stop:
-                continue
-            last, part, row = streams[env], slice(start, stop), np.arange(stop - start)
-            begin = begins[part] | np.append(last["is_over"], is_over[start : stop - 1])
-            before = np.append(last["own_number"], own_numbers[start : stop - 1])
-            begin |= before != own_numbers[part]
-            # Rows before the first step of a new episode continue one of an earlier part.
-            count = np.cumsum(begin)
-            first = np.maximum.accumulate(np.where(begin, row, -1 - last["step"]))
-            episode[part] = np.where(count == 0, last["episode"], next_episode - 1 + count)
-            step[part] = row - first
-            next_episode += int(count[-1])
-            end = stop - 1
-            streams[env] = is_over[end], episode[end], step[end], own_numbers[end]
+        else:
+            streams = now.streams.copy()
+        episode, step, next_episode = _number_steps(
+            envs, begins, is_over, own_numbers, streams, now.next_episode
+        )
         own = dict(zip(parts.TYPES, (episode, step, envs, terminated, truncated), strict=True))
         named = {leaf.name: column for leaf, column in zip(spec.arrays, columns, strict=True)}
         return schema.encode(own, named), next_episode, streams
@@ -206,7 +205,8 @@ class RecordWriter:
     def close(self) -> None:
         """Seals the items in memory and releases the lock."""
         if os.getpid() != self._process:
-            return  # in a fork, a mutex that another thread held is never released
+            # In a fork, a mutex that another thread held is never released.
+            return
         with self._mutex:
             if self.is_closed:
                 return
@@ -216,10 +216,45 @@ class RecordWriter:
             self.is_closed = True
 
 
+def _number_steps(
+    envs: np.ndarray,
+    begins: np.ndarray,
+    is_over: np.ndarray,
+    own_numbers: np.ndarray,
+    streams: np.ndarray,
+    next_episode: int,
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Returns the episode and the step of each row of a part, and the next episode number.
+
+    Rows are sorted by `envs`. `streams` has the last step of each environment, and is updated.
+    """
+    episode, step = np.zeros((2, len(envs)), np.int64)
+    bounds = np.searchsorted(envs, np.arange(len(streams) + 1))
+    for env, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
+        if start == stop:
+            continue
+        # Find the first steps among the rows of this environment, given its last sealed step.
+        last, part, row = streams[env], slice(start, stop), np.arange(stop - start)
+        is_first = begins[part] | np.append(last["is_over"], is_over[start : stop - 1])
+        before = np.append(last["own_number"], own_numbers[start : stop - 1])
+        is_first |= before != own_numbers[part]
+        # Rows before the first step of a new episode continue one of an earlier part.
+        count = np.cumsum(is_first)
+        first = np.maximum.accumulate(np.where(is_first, row, -1 - last["step"]))
+        episode[part] = np.where(count == 0, last["episode"], next_episode - 1 + count)
+        step[part] = row - first
+        next_episode += int(count[-1])
+        # Remember the last step, from which the next part continues.
+        end = stop - 1
+        streams[env] = is_over[end], episode[end], step[end], own_numbers[end]
+    return episode, step, next_episode
+
+
 def _recording_folder(path: str) -> Folder:
     """Returns a recording's folder; creates it if missing, and removes files of dead writers."""
     make_folder(path)
     folder = Folder(path)
+    # Never write next to files of another kind.
     others = [name for name in folder.names() if not (parts.is_own(name) or name.startswith("."))]
     got = f"'{', '.join(others[:1])}' in it. Choose another path"
     check(not others, path, "a recording, or an empty folder", got)
