@@ -46,6 +46,7 @@ class Arrays(TableFormat):
         try:
             with _open_arrays(source, math.inf) as every:
                 arrays, _, _ = tabular.sort_arrays(every)
+                # Arrays of several lengths match only if names tell which of them belong to steps.
                 roles = {str(usual_leaf(name)).split("/")[0] for name in arrays}
                 lengths = {len(array) for array in arrays.values()}
                 return len(lengths) == 1 or {"observation", "action"} <= roles
@@ -57,6 +58,7 @@ class Arrays(TableFormat):
         """Opens the file as a table."""
         with _open_arrays(source, self.max_expansion) as every:
             arrays, texts, left_out = tabular.sort_arrays(every)
+            # A column of texts may tell episodes apart; other texts are left out.
             names = episode_text(arrays, texts, self.mapping, source)
             arrays |= {name: texts.pop(name) for name in names}
             roles, others = ("observation", "action"), left_out | texts.keys()
@@ -108,13 +110,13 @@ class Tables(TableFormat):
         check(paths, source, "Parquet or Arrow files", "none")
         files = arrow.ArrowFiles(paths)
         check(files.starts[-1], source, "rows", "none")
+        # Take numeric fields, and a column of texts that tells episodes apart.
         numbers, texts, others = arrow.fields_by_type(files.schema)
         texts = episode_text(numbers, texts, self.mapping, source)
         columns = {name: arrow.ArrowColumn(files, path) for name, path in numbers.items()}
         columns |= {name: arrow.TextColumn(files, (name,)) for name in texts}
-        notes = arrow.note_left_out(
-            [(".".join(p), kind) for p, kind in others if p[0] not in texts]
-        )
+        others = [(".".join(p), kind) for p, kind in others if p[0] not in texts]
+        notes = arrow.note_left_out(others)
         yield _table(self, source, paths, columns, ("observation",), notes=notes)
 
 
@@ -128,6 +130,7 @@ def _table(
     **about: Any,
 ) -> Table:
     """Returns the table of arrays, given by their names in the files."""
+    # Name the arrays as in TED, and check lengths and sizes before anything is read.
     leaves = to_ted(arrays, format.mapping, source)
     tabular.check_roles_present(source, leaves, roles)
     columns, odd = tabular.step_columns(source, arrays, leaves)
@@ -141,6 +144,7 @@ def check_whole(path: str) -> str:
 
     Returns a sentence on a file whose first bytes do not fit its ending; "" if there is none.
     """
+    # Look at the files by which formats are recognised, and open each as its first bytes say.
     folders, paths = [os.path.join(path, name) for name in _FOLDERS], [path]
     if os.path.isdir(path):
         names = {each: sorted(os.listdir(each))[:_MOST] for each in folders if os.path.isdir(each)}

@@ -19,7 +19,7 @@ from jrb.datasets.reading.names import check, leaves_in_ted
 from jrb.datasets.reading.tabular import Table
 from jrb.keys import Keys
 
-_Loaded = tuple[Table, int | None, str]
+_LoadedSteps = tuple[Table, int | None, str]
 """The table of steps, the number of the generation, and the stamp of the files."""
 
 
@@ -51,7 +51,7 @@ class Checkpoint(tabular.TableFormat):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the fields without the loaded items, which a copy loads again."""
-        return {name: value for name, value in self.__dict__.items() if name != "_loaded"}
+        return {name: value for name, value in self.__dict__.items() if name != "_content"}
 
     def matches(self, source: Source) -> bool:
         """Returns True if the source is a folder with a checkpoint."""
@@ -60,26 +60,27 @@ class Checkpoint(tabular.TableFormat):
 
     def snapshot(self, source: Source) -> "Checkpoint":
         """Loads the given generation, or else the newest, and returns a format fixed to it."""
-        loaded = self._load(source)
-        _, generation, stamp = loaded
+        content = self._load(source)
+        _, generation, stamp = content
         snapshot = dataclasses.replace(self, generation=generation, stamp=stamp, verify=False)
-        vars(snapshot)["_loaded"] = loaded
+        vars(snapshot)["_content"] = content
         return snapshot
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Yields the loaded steps, or loads them; raises if the files have another stamp."""
-        loaded = vars(self).get("_loaded") or self._load(source)
-        if self.stamp not in (None, loaded[2]):
+        content = vars(self).get("_content") or self._load(source)
+        if self.stamp not in (None, content[2]):
             raise jrb.StaleError(
                 f"{source}: expected the files that were there when the dataset was opened, got "
                 "others. Open it again."
             )
-        if self.stamp is not None:  # without a stamp, the format may read several sources
-            vars(self)["_loaded"] = loaded
-        yield loaded[0]
+        # Without a stamp, the format may read several sources, so nothing is kept.
+        if self.stamp is not None:
+            vars(self)["_content"] = content
+        yield content[0]
 
-    def _load(self, source: Source) -> _Loaded:
+    def _load(self, source: Source) -> _LoadedSteps:
         """Loads a generation; tries again if another process replaces it meanwhile."""
         while True:
             newest = self._newest(source)
@@ -111,9 +112,10 @@ class CheckpointFile(Checkpoint):
         return None
 
 
-def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
+def _load(path: str, format: Checkpoint, number: int | None) -> _LoadedSteps:
     """Loads a generation, or a file; raises unless it holds a single buffer with episodes."""
     with enable_x64():
+        # Load the buffer, take one of several buffers and states, and apply the keys of the user.
         options = {"generation": number, "verify": format.verify}
         buffer, state = jrb.load(path, format.buffer, **options)
         if format.part is not None or not isinstance(buffer, ReplayBuffer):
@@ -123,12 +125,15 @@ def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
         if keys != buffer.keys:
             keyed = dataclasses.replace(buffer, keys=keys, storage=jrb.DeviceStorage())
             buffer, state = keyed, jrb.rebuild(buffer, state, keyed)
+    # Names of leaves can collide, as in `{"a/b": x, "a": {"b": y}}`.
     names = leaf_names(buffer.stored(state))
-    twice = [name for name in names if names.count(name) > 1]
-    got = f"{len(twice)} of this name. Load it with jrb.load, and rename one"
-    where = f"{path}: leaf '{', '.join(twice[:1])}'"
-    check(not twice, where, "leaves with names of their own", got)
+    duplicates = [name for name in names if names.count(name) > 1]
+    got = f"{len(duplicates)} of this name. Load it with jrb.load, and rename one"
+    where = f"{path}: leaf '{', '.join(duplicates[:1])}'"
+    check(not duplicates, where, "leaves with names of their own", got)
     table = episode_table(path, buffer, state, [*leaves_in_ted(path, names, keys).values()])
+    # The stamp changes with the file, with the generation's metadata, or with the number of
+    # episodes.
     stat = os.stat(path)
     about = stat.st_mtime_ns if number is None else jrb.checkpoint.metadata(path, number)
     return table, number, repr((stat.st_ino, about, len(table.ends)))
@@ -141,6 +146,7 @@ def _part_of(path: str, buffer: Any, state: Any, part: str | None) -> tuple[Repl
         f"one of {list(parts)}, as it has several buffers" if parts else "None, as it has one"
     )
     check(part in parts, f"{path}: part", expected, repr(part))
+    # Shards have names as parts of a tuple or a mix have.
     if isinstance(buffer, jrb.Sharded):
         names = buffer.names()
         states = {names[number]: one for number, one in buffer.split(state).items()}

@@ -45,15 +45,15 @@ class D4RL(TableFormat):
 
     def matches(self, source: Source) -> bool:
         """Returns True if the file has D4RL's four main arrays."""
-        return set(_NEEDED) <= {
-            name for name, is_group in hdf5.top_level(source).items() if not is_group
-        }
+        names = hdf5.top_level(source)
+        return all(name in names and not names[name] for name in _NEEDED)
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the file as a table."""
         with hdf5.open_file(source) as file:
             every = hdf5.columns_below(file)
+            # Separate the arrays of steps from those that describe the dataset.
             about = {name for name in every if within(name, "metadata")}
             arrays, texts, others = tabular.sort_arrays({n: every[n] for n in every.keys() - about})
             tabular.check_present(source, arrays, _NEEDED)
@@ -61,9 +61,11 @@ class D4RL(TableFormat):
             columns, odd = tabular.step_columns(source, arrays, leaves)
             limit = ExpansionLimit(source, [source], self.max_expansion)
             limit.add(declared_nbytes(columns))
+            # Metadata are at the top and in the group `metadata`.
             metadata = hdf5.read_scalars(file, limit)
             if isinstance(group := hdf5.open_entry(file, "metadata"), h5py.Group):
                 metadata |= hdf5.read_scalars(group, limit)
+            # Derive time-outs from the horizon only if nothing in the file marks them.
             has_ends = not columns.keys().isdisjoint((TRUNCATED, tabular.EPISODE))
             if self.horizon is not None:
                 expected = "None for a file with its own 'timeouts' or numbers of episodes"
@@ -71,20 +73,21 @@ class D4RL(TableFormat):
                 columns = _with_time_outs(source, columns, self.horizon)
             # Scalars at the top and in `metadata` are in the metadata.
             inner = {name: name.removeprefix("metadata/") for name in every}
-            told = {name for name in every if not every[name].shape and "/" not in inner[name]}
+            scalars = {name for name in every if not every[name].shape and "/" not in inner[name]}
             table = tabular.table_of(
                 source,
                 columns,
                 files=[source],
                 key=("d4rl", self.horizon, *sorted(leaves.items())),
                 metadata=metadata,
-                left_out=(others | texts.keys() | odd | about) - told,
+                left_out=(others | texts.keys() | odd | about) - scalars,
             )
             how = f"every {self.horizon} steps stand for one (horizon=)."
             if self.horizon is None:
                 how = "episodes end where one terminated only, and may be several in one. Give "
                 how += "horizon= if you know it."
-                has_ends |= bool(table.columns[TRUNCATED].any())  # told by a mask
+                # A bootstrap mask can imply time-outs.
+                has_ends |= bool(table.columns[TRUNCATED].any())
             notes = (f"There are no time-outs in the file: {how}",) * (not has_ends)
             yield dataclasses.replace(table, notes=notes + table.notes)
 
@@ -96,6 +99,7 @@ def _with_time_outs(source: Source, columns: dict[str, Any], horizon: int) -> di
     def read(start: int, stop: int) -> np.ndarray:
         terminated, truncated = (np.asarray(flags[name][:]) for name in (TERMINATED, TRUNCATED))
         steps = np.arange(len(terminated))
+        # Count steps from the first step of each episode, as the known ends have it.
         begins = np.concatenate([[0], np.flatnonzero(terminated | truncated) + 1])
         begin = begins[np.searchsorted(begins, steps, side="right") - 1]
         is_late = (steps - begin + 1) % horizon == 0

@@ -68,6 +68,7 @@ class Dopamine(TableFormat):
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the files as a table, whose rows are decompressed when they are read."""
+        # All checkpoints must have the same arrays, and the count of rows.
         present = _files_of(source)
         files = {number: present.get(number, {}) for number in sorted(self.checkpoints or present)}
         arrays = sorted({name for own in files.values() for name in own if _STORE in name})
@@ -82,10 +83,12 @@ class Dopamine(TableFormat):
             for name, leaf in leaves.items():
                 every[leaf] = GzippedColumn([own[_STORE + name] for own in files.values()])
                 stack.callback(every[leaf].close)
+            # Check the sizes that the headers declare, before rows are read.
             lengths = {leaf: column.starts[1:] for leaf, column in every.items()}
             is_right = len({*map(str, lengths.values())}) == 1
             check(is_right, source, "arrays of one length in each checkpoint", lengths)
             ExpansionLimit(source, paths, self.max_expansion).add(declared_nbytes(every))
+            # Find the rows that are steps, and show all columns in their order.
             columns, texts, left_out = tabular.sort_arrays(every)
             left_out |= {*texts, *(name for own in files.values() for name in own)} - {*arrays}
             read = functools.partial(_read_steps, source, files, columns)
@@ -102,6 +105,7 @@ def _files_of(source: Source) -> dict[int, dict[str, str]]:
     for match in map(_FILE.fullmatch, sorted(os.listdir(source)) if is_folder else ()):
         if match:
             files.setdefault(int(match[2]), {})[match[1]] = os.path.join(source, match[0])
+    # Files of such names without arrays belong to another program.
     has_array = lambda own: any(name.startswith(_STORE) for name in own)
     return {number: own for number, own in sorted(files.items()) if has_array(own)}
 
@@ -118,14 +122,16 @@ def _rows_in_order(
         count = int(GzippedColumn([own[_COUNT]])[0:1][0])
         # A full ring begins at its cursor; rows from the cursor of another on were never written.
         place = np.arange(min(count, end - begin)) + (count if count > end - begin else 0)
-        # A checkpoint goes on where the one before ends if it has the next row that the ring got.
+        # A checkpoint continues the one before if it has the next row that the ring got.
         oldest, skip = count - len(place), 0
         if oldest <= newest < count:
             skip = newest - oldest
         else:
             breaks[size] = newest < 0 and oldest == 0
+        # Wrap around the end of the ring, without rows that the checkpoint before has too.
         rows.append(begin + place[skip:] % (end - begin))
-        if _ENDS in own:  # a pickled set, which is not unpickled
+        # The ends are a pickled set, which is parsed, as unpickling could run code.
+        if _ENDS in own:
             with gzip.open(own[_ENDS]) as file:
                 pickled = file.read()
             is_set = re.fullmatch(_SET, pickled, re.DOTALL)
@@ -141,38 +147,40 @@ def _read_steps(
 ) -> tuple[np.ndarray, Table]:
     """Returns the rows of the files that are steps, int64 `[T]`, and a table of their flags."""
     starts = next(iter(columns.values())).starts
-    rows, noted, breaks = _rows_in_order(files, starts)
+    rows, noted_rows, breaks = _rows_in_order(files, starts)
     check(len(rows), source, "steps", "none")
     is_zero, flags = _read_small_arrays(source, columns, rows)
     terminated, truncated = tabular.combine_flags(len(rows), *map(flags.get, FLAGS))
     # Episodes end where that is noted, and before rows that are in no file.
-    ended = terminated | truncated | np.isin(rows, noted)
-    is_last = ended | np.isin(np.arange(1, len(rows) + 1) % len(rows), [*breaks])
+    is_end = terminated | truncated | np.isin(rows, noted_rows)
+    is_last = is_end | np.isin(np.arange(1, len(rows) + 1) % len(rows), [*breaks])
     # The K episodes, and if their first and last steps are there.
     stops = np.flatnonzero(is_last) + 1
     begins = np.append(0, stops[:-1])
     has_first = ~np.isin(begins, [*breaks])
-    has_last, lengths = ended[stops - 1], stops - begins
+    has_last, lengths = is_end[stops - 1], stops - begins
     # Rows of zeros before the first step are padding; `invalid_range` tells how many there can be.
-    own = next(iter(files.values()))
-    most = max(0, len(GzippedColumn([own[_RANGE]])) - 2) if _RANGE in own else 15
-    shown = np.append(np.flatnonzero(~is_zero), len(rows))
-    zeros = np.minimum(shown[np.searchsorted(shown, begins)] - begins, lengths - has_last)
+    first_files = next(iter(files.values()))
+    most = 15
+    if _RANGE in first_files:
+        most = max(0, len(GzippedColumn([first_files[_RANGE]])) - 2)
+    nonzero = np.append(np.flatnonzero(~is_zero), len(rows))
+    zeros = np.minimum(nonzero[np.searchsorted(nonzero, begins)] - begins, lengths - has_last)
     padding = _padding(np.minimum(zeros, most), begins, has_first, has_last, rows, columns)
     is_step = np.arange(len(rows)) >= np.repeat(begins + padding, lengths)
     # An episode may have nothing but padding, at the end of a ring.
-    kept = lengths > padding
+    has_steps = lengths > padding
     number = np.array([*files])[np.searchsorted(starts, rows[begins], "right") - 1]
     # Where a part of the padding is there, so is the first step.
     is_new = (begins == 0) & breaks[0] & ~padding.any()
     complete = (has_first | (padding > 0) | is_new) & has_last
-    facts = {"checkpoint": number[kept], "complete": complete[kept]}
+    facts = {"checkpoint": number[has_steps], "complete": complete[has_steps]}
     notes = (f"{padding.max()} rows of zeros before each episode are left out.",) * any(padding)
     if len(breaks) > 1:
-        apart = number[np.isin(begins, [*breaks][1:])].tolist()
-        notes += (f"Checkpoints {apart} do not go on where others end: episodes are cut there.",)
+        later = number[np.isin(begins, [*breaks][1:])].tolist()
+        notes += (f"Checkpoints {later} do not go on where others end: episodes are cut there.",)
     flags = {TERMINATED: terminated[is_step], TRUNCATED: (is_last & ~terminated)[is_step]}
-    ends = np.cumsum(lengths - padding)[kept]
+    ends = np.cumsum(lengths - padding)[has_steps]
     return rows[is_step], Table(flags, ends, facts, notes=notes)
 
 

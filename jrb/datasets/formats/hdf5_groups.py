@@ -49,7 +49,7 @@ class GroupFormat(tabular.EpisodeFormat):
             of T rows.
         own: the names of arrays and groups that the format prescribes; see `to_ted`.
         carried: the first parts of leaves that may have T + 1 rows, such as `observation`.
-        beside: the paths of groups outside of the episodes whose arrays the facts report.
+        fact_groups: the paths of groups outside of the episodes whose arrays the facts report.
     """
 
     pattern: ClassVar[re.Pattern[str]]
@@ -57,25 +57,27 @@ class GroupFormat(tabular.EpisodeFormat):
     needed: ClassVar[tuple[str, ...]]
     own: ClassVar[tuple[str, ...]]
     carried: ClassVar[tuple[str, ...]] = ()
-    beside: ClassVar[tuple[str, ...]] = ()
+    fact_groups: ClassVar[tuple[str, ...]] = ()
 
     def groups(self, source: Source) -> list[EpisodeGroup]:
         """Returns the groups of one file after the other, each file's sorted by their numbers."""
         files = self.files(source)
-        inside = lambda: [group for file in enumerate(files) for group in self.groups_in(*file)]
-        groups = tabular.read_once(files, self, inside)
+        read = lambda: [group for file in enumerate(files) for group in self.groups_in(*file)]
+        groups = tabular.read_once(files, self, read)
         check(groups, source, self.looks_for, "none")
         return groups
 
     def groups_in(self, file_number: int, path: str) -> list[EpisodeGroup]:
         """Returns the groups of a file, sorted; raises if it has none, or two of one number."""
         with hdf5.open_file(path) as file:
+            # Find the groups by their names alone; their arrays are opened when they are read.
             above = hdf5.open_entry(file, self.parent)
             check(isinstance(above, h5py.Group), path, f"a group '{self.parent}'", list(file))
             prefix = str(above.name).rstrip("/")
             matches = [match for match in map(self.pattern.fullmatch, map(str, above)) if match]
         numbers = {f"{prefix}/{match[0]}": int(match[1]) for match in matches}
         groups = [EpisodeGroup(path, name, k, file_number) for name, k in numbers.items()]
+        # `Trial1` and `Trial01` would have one number.
         is_right = 0 < len(groups) == len({each.number for each in groups})
         expected = f"groups, each of a number of its own, that are named as {self.pattern.pattern}"
         check(is_right, path, expected, [each.name for each in groups])
@@ -84,14 +86,15 @@ class GroupFormat(tabular.EpisodeFormat):
     def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
         """Yields the group and the table of each episode in `numbers`; None for all."""
         groups = self.groups(source)
-        chosen = groups if numbers is None else [groups[number] for number in numbers]
+        selection = groups if numbers is None else [groups[number] for number in numbers]
         first: tuple[object, list[str]] | None = None
-        for where, group in open_groups(chosen):
+        for where, group in open_groups(selection):
             flags = [name for name in map(str, group) if usual_leaf(name, "/") in FLAGS]
             first = first or (where, flags)
             # Without a flag that others have, an episode would end in another way.
             tabular.check_present(where, flags, first[1])
             tabular.check_present(first[0], first[1], flags)
+            # Facts are read once, by `describe`, and not with each episode.
             table = self.table(where, hdf5.columns_below(group))
             facts = self.facts(source, where) if numbers is None else {}
             yield where, dataclasses.replace(table, facts=facts)
@@ -102,37 +105,43 @@ class GroupFormat(tabular.EpisodeFormat):
 
     def table(self, where: object, arrays: Mapping[str, Column]) -> Table:
         """Returns the table of an episode; raises if arrays are missing or differ in length."""
-        every, _, _ = tabular.sort_arrays(arrays)
-        tabular.check_present(where, every, self.needed[:1])
-        heads = dict.fromkeys(name.split("/")[0] for name in every)
+        # The episode must have all that the format prescribes.
+        numbers, _, _ = tabular.sort_arrays(arrays)
+        tabular.check_present(where, numbers, self.needed[:1])
+        heads = dict.fromkeys(name.split("/")[0] for name in numbers)
         tabular.check_present(where, heads, self.needed)
-        leaves = to_ted(every, None, where, self.own, "/")
-        columns, _ = tabular.step_columns(where, every, leaves, self.carried)
-        steps = len(every[self.needed[0]])
+        # Name the arrays as in TED, and leave out those of other lengths.
+        leaves = to_ted(numbers, None, where, self.own, "/")
+        columns, _ = tabular.step_columns(where, numbers, leaves, self.carried)
+        steps = len(numbers[self.needed[0]])
         left_out = {name for name in arrays if leaves.get(name) not in columns}
         lengths = {n: len(column) for n, column in columns.items() if tabular.is_seen(n)}
         check(len({*lengths.values()}) < 2, where, "arrays of one length", lengths)
-        got = f"{steps} steps of {list(every)}"
+        got = f"{steps} steps of {list(numbers)}"
         check(steps and lengths, where, "observations of one step or more", got)
+        # Divide arrays with a row more, and derive the flags.
         columns = tabular.with_next(columns, steps, self.carried)
         ends = np.array([steps])
-        flagged = tabular.with_flags(columns, ends, where)
-        done = repr(next((name for name in every if leaves[name] == DONE), DONE))
-        notes = tabular.flag_notes(columns, flagged[TERMINATED], done)
-        return Table(flagged, ends, notes=notes, left_out=left_out)
+        flag_columns = tabular.with_flags(columns, ends, where)
+        done = repr(next((name for name in numbers if leaves[name] == DONE), DONE))
+        notes = tabular.flag_notes(columns, flag_columns[TERMINATED], done)
+        return Table(flag_columns, ends, notes=notes, left_out=left_out)
 
     def file_notes(self, source: Source) -> tuple[str, ...]:
         """Returns notes on gaps in the numbers of groups, and on arrays to which no group leads."""
         notes, outside = list[str](), set[str]()
         for path, neighbours in itertools.groupby(self.groups(source), lambda each: each.path):
             groups = list(neighbours)
+            # A gap in the numbers may be a demonstration that was removed, or lost.
             if missing := groups[-1].number - groups[0].number - len(groups) + 1:
                 between = " and ".join(os.path.basename(groups[k].name) for k in (0, -1))
                 file = os.path.basename(path)
                 notes.append(f"{file}: {missing} numbers are missing between {between}.")
+            # Report arrays to which neither a group of an episode nor one of facts leads.
             if hdf5.is_hdf5(path):
-                outside |= hdf5.names_outside(path, {*self.beside, *(each.name for each in groups)})
-        return (*notes, *tabular.left_out_note(outside))
+                names = {*self.fact_groups, *(each.name for each in groups)}
+                outside |= hdf5.names_outside(path, names)
+        return (*notes, *tabular.note_left_out(outside))
 
 
 def open_groups(groups: Sequence[EpisodeGroup]) -> Iterator[tuple[EpisodeGroup, h5py.Group]]:
@@ -206,7 +215,7 @@ class Robomimic(GroupFormat):
     parent: ClassVar[str] = "data"
     needed: ClassVar[tuple[str, ...]] = ("actions",)
     own: ClassVar[tuple[str, ...]] = (*needed, "obs", "next_obs", "rewards", "dones")
-    beside: ClassVar[tuple[str, ...]] = ("/mask",)
+    fact_groups: ClassVar[tuple[str, ...]] = ("/mask",)
 
     def files(self, source: Source) -> list[str]:
         """Returns the source, which is one file."""
@@ -228,21 +237,23 @@ class Robomimic(GroupFormat):
     def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Returns the attributes of the file and of `data` as metadata, and notes."""
         groups, notes = self.groups(source), list[str]()
+        metadata: dict[str, Any] = {}
         with hdf5.open_file(source) as file:
-            attributes = {**file.attrs, **hdf5.open_entry(file, "data").attrs}
-        metadata: dict[str, Any] = {
-            name: hdf5.to_python(value) for name, value in attributes.items()
-        }
+            for name, value in {**file.attrs, **hdf5.open_entry(file, "data").attrs}.items():
+                metadata[name] = hdf5.to_python(value)
+        # Some attributes are JSON in a text.
         for name, value in metadata.items():
             if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
                 with contextlib.suppress(ValueError):  # a text that is not JSON stays a text
                     metadata[name] = json.loads(value)
+        # A list may name demonstrations that the file lacks.
         for key, names in self._masks(source).items():
-            missing = names - {group.name.split("/")[-1] for group in groups}
-            if missing:
-                shown = sorted(missing, key=natural_order)[:3] + ["..."] * (len(missing) > 3)
-                lists = f"mask/{key} lists {len(missing)} names that no demonstration has"
-                notes.append(f"{lists}: {', '.join(shown)}.")
+            missing_names = names - {group.name.split("/")[-1] for group in groups}
+            if missing_names:
+                first = sorted(missing_names, key=natural_order)[:3]
+                first += ["..."] * (len(missing_names) > 3)
+                lists = f"mask/{key} lists {len(missing_names)} names that no demonstration has"
+                notes.append(f"{lists}: {', '.join(first)}.")
         return metadata, (*notes, *self.file_notes(source))
 
     def _masks(self, source: Source) -> dict[str, set[str]]:
@@ -254,9 +265,8 @@ class Robomimic(GroupFormat):
                 lists = hdf5.columns_below(masks) if isinstance(masks, h5py.Group) else {}
                 limit = ExpansionLimit(source, [source], self.max_expansion)
                 limit.add(declared_nbytes(lists))
-                every = {key: np.reshape(entry[:], -1) for key, entry in lists.items()}
-            return {
-                key: {str(hdf5.to_python(text)) for text in texts} for key, texts in every.items()
-            }
+                texts_of = {key: np.reshape(entry[:], -1) for key, entry in lists.items()}
+            to_text = lambda text: str(hdf5.to_python(text))
+            return {key: set(map(to_text, texts)) for key, texts in texts_of.items()}
 
         return tabular.read_once([source], ("masks", self.max_expansion), read)

@@ -71,10 +71,12 @@ class LeRobot(tabular.TableFormat):
         features = meta.info["features"]
         own = {"episode_index": "episode_index"} if "episode_index" in features else {}
         names, ends = to_ted(features, own, source), np.cumsum(meta.lengths)
+        # Take the columns of the tables, and check the memory that they declare.
         in_tables, notes = _columns(files, meta)
         columns = {names[name]: column for name, column in in_tables.items()}
         limit = ExpansionLimit(source, files.paths, self.max_expansion)
         limit.add(declared_nbytes(columns))
+        # Add the frames of videos, or a note on why they are left out.
         for feature, (paths, begins) in meta.videos.items():
             reason = self._why_left_out(features[feature], paths, columns)
             if reason is not None:
@@ -84,10 +86,12 @@ class LeRobot(tabular.TableFormat):
             columns[names[feature]] = images.video_column(paths, begins, ends, times, frame, fps)
             how = "are decoded from a video, which keeps them inexactly"
             notes.append(f"The frames {feature} {how}.")
+        # With a flag of termination that is never set, all that is done counts as truncated.
         if self.done == "truncated" and DONE in columns:
             columns.setdefault(TERMINATED, np.zeros(int(ends[-1]), bool))
         notes += tabular.flag_notes(columns, done="'next.done', see done=")
         columns = tabular.with_flags(columns, ends, source)
+        # Templates of paths do not describe the data.
         metadata = {name: value for name, value in meta.info.items() if not name.endswith("_path")}
         yield Table(columns, ends, meta.facts, metadata | {"tasks": meta.tasks}, tuple(notes))
 
@@ -95,14 +99,16 @@ class LeRobot(tabular.TableFormat):
         self, about: Mapping[str, Any], paths: list[str], columns: Mapping[str, Column]
     ) -> str | None:
         """Returns the reason why a video cannot be read; None if it can."""
-        missing = next((path for path in dict.fromkeys(paths) if not os.path.isfile(path)), None)
+        missing = (path for path in dict.fromkeys(paths) if not os.path.isfile(path))
+        missing_path = next(missing, None)
+        # Depth maps may be marked in the feature or in its `info`.
         info = about.get("info")
         entries = [about, info if isinstance(info, dict) else {}]
         depth = [entry.get(n) for entry in entries for n in ("is_depth_map", "video.is_depth_map")]
         reasons = {
             "videos=False": not self.videos,
             "av is not installed": importlib.util.find_spec("av") is None,
-            f"there is no {missing}": missing is not None,
+            f"there is no {missing_path}": missing_path is not None,
             "it is of depths, which are coded in another way": any(depth),
             "there is no column 'timestamp'": "timestamp" not in columns,
             f"its shape is {about['shape']}": len(about["shape"]) != 3,
@@ -119,6 +125,7 @@ def _columns(files: arrow.ArrowFiles, meta: LeRobotMeta) -> tuple[dict[str, Colu
             continue
         expected = f"a column '{name}', as in info.json"
         check(name in present, files.paths[0], expected, sorted(present))
+        # Images are decoded, numbers brought to their shapes, and all else is left out.
         if about["dtype"] == "image":
             columns[name] = images.ImageColumn(files, (name,))
         elif numbers.get(name) == (name,):
@@ -143,6 +150,7 @@ def _number_column(files: arrow.ArrowFiles, meta: LeRobotMeta, name: str) -> Col
 
     def read(start: int, stop: int) -> np.ndarray:
         values = column[start:stop].reshape(stop - start, *shape)
+        # The column must agree with the lengths in `meta/`, which give the bounds of episodes.
         if name == "episode_index" and not shape:
             rows = np.arange(start, stop)
             episodes = np.searchsorted(stops, rows, side="right")
@@ -158,6 +166,7 @@ def _number_column(files: arrow.ArrowFiles, meta: LeRobotMeta, name: str) -> Col
 def _frame(about: Mapping[str, Any]) -> tuple[int, int, int]:
     """Returns the shape (height, width, channel) of frames; `info.json` may put channels first."""
     (first, second, last), names = about["shape"], about.get("names")
+    # The names of the axes decide; without them, the axis with a usual number of channels.
     named = isinstance(names, list) and names and str(names[0]).startswith("channel")
     is_first = named or (first in (1, 3, 4) and last not in (1, 3, 4))
     return (second, last, first) if is_first else (first, second, last)

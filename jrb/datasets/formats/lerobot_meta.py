@@ -61,6 +61,7 @@ def _read(root: str, limit: ExpansionLimit) -> LeRobotMeta:
         """Returns the path of each episode's table or video."""
         template, files = info.get(f"{kind}_path") or _PATHS[version, kind], list[str]()
         for number, line in enumerate(lines):
+            # Version 2 counts episodes in chunks; version 3 lists the file of each.
             numbers = {"episode_chunk": number // chunk_size, "episode_index": number}
             if version == "3":
                 numbers = {n: line.get(f"{group}/{n}") for n in ("chunk_index", "file_index")}
@@ -70,27 +71,34 @@ def _read(root: str, limit: ExpansionLimit) -> LeRobotMeta:
             files.append(_path_in(root, template, **numbers, **fields))
         return files
 
+    # Count the rows of each table, whose episodes must have consecutive numbers.
     files = paths("data", "data")
     counts = dict.fromkeys(files, 0)
     runs = len([*itertools.groupby(files)])
     check(runs == len(counts), path, "the episodes of a file side by side", "them apart")
     for file, length in zip(files, lengths, strict=True):
         counts[file] += length
+    # Find the video of each episode, and where in it the episode begins.
     videos = dict[str, tuple[list[str], np.ndarray]]()
     for key in [name for name, about in info["features"].items() if about["dtype"] == "video"]:
         name = f"videos/{key}/from_timestamp"
         begins = [0.0 if version == "2" else line.get(name) for line in lines]
         check({*map(type, begins)} <= {int, float}, f"{path}: '{name}'", "numbers", begins)
         videos[key] = paths("video", f"videos/{key}", video_key=key), np.array(begins, np.float64)
-    tasks = dict[int, str]()
     table = os.path.join(root, "meta", "tasks.jsonl" if version == "2" else "tasks.parquet")
-    for line in _rows(table, limit):
+    about = _facts(lines), _tasks(table, limit), videos
+    return LeRobotMeta(info, np.array(lengths, np.int64), counts, *about)
+
+
+def _tasks(path: str, limit: ExpansionLimit) -> dict[int, str]:
+    """Returns the texts of the tasks by their numbers, sorted."""
+    tasks = dict[int, str]()
+    for line in _rows(path, limit):
         # The text may be in a column of any name, as pandas stores it as an index.
         text = next((value for value in line.values() if isinstance(value, str)), None)
         if isinstance(line.get("task_index"), int) and text is not None:
             tasks[line["task_index"]] = text
-    about = _facts(lines), dict(sorted(tasks.items())), videos
-    return LeRobotMeta(info, np.array(lengths, np.int64), counts, *about)
+    return dict(sorted(tasks.items()))
 
 
 def _episodes(
@@ -100,6 +108,7 @@ def _episodes(
     lines = _rows(path, limit)
     is_number = all(type(line.get("episode_index")) is int for line in lines)
     check(is_number, path, "a number 'episode_index' for each episode", "others")
+    # The numbers must be 0, 1, 2 and so on, in any order.
     missing = sorted({*range(len(lines))} - {line["episode_index"] for line in lines})
     expected = f"a table of episodes from 0 to {len(lines) - 1}"
     check(lines and not missing, path, expected, f"none with the numbers {missing[:5]}")
@@ -108,6 +117,7 @@ def _episodes(
         length = line.get("length")
         is_right = type(length) is int and 0 < length < _MAX_STEPS
         check(is_right, f"{path}: episode {number}: length", "a number above 0", repr(length))
+    # Compare the totals that `info.json` declares.
     totals = {"episodes": len(lines), "frames": sum(line["length"] for line in lines)}
     for name, total in totals.items():
         where, declared = f"{root}: {INFO}: total_{name}", info.get(f"total_{name}", total)
@@ -126,7 +136,15 @@ def _info(root: str) -> tuple[dict[str, Any], str]:
     features: Any = info.get("features", None)
     is_fps = isinstance(fps, int | float) and not isinstance(fps, bool) and fps > 0
     check(is_fps, f"{path}: fps", "a number above 0", repr(fps))
-    are_right = isinstance(features, dict) and all(map(_is_feature, features.values()))
+    # Each feature is a dict with the name of a dtype and the sizes of a shape.
+    abouts = list(features.values()) if isinstance(features, dict) else [None]
+    are_right = all(
+        isinstance(about, dict)
+        and isinstance(about.get("dtype"), str)
+        and isinstance(about.get("shape"), list)
+        and all(type(size) is int and size >= 0 for size in about["shape"])
+        for about in abouts
+    )
     where = f"{path}: features"
     check(are_right, where, "dicts with 'dtype' and 'shape'", f"{features!r:.200}")
     for name in features:
@@ -141,26 +159,20 @@ def _info(root: str) -> tuple[dict[str, Any], str]:
     return info, match[1] if match else ""
 
 
-def _is_feature(about: Any) -> bool:
-    shape = about.get("shape") if isinstance(about, dict) else None
-    if not isinstance(shape, list) or not isinstance(about.get("dtype"), str):
-        return False
-    return all(type(size) is int and size >= 0 for size in shape)
-
-
 def _path_in(root: str, template: Any, **fields: Any) -> str:
     """Returns the path from a template in `info.json`; raises if it leads out of the folder."""
+    # Fill the template with numbers and names, and keep the result within the folder.
     where = f"{root}: {INFO}"
     check(isinstance(template, str), where, "the template of a path", repr(template))
     names = {match[1] for match in _FIELD.finditer(template)}
     check(names <= fields.keys(), where, f"a path of {sorted(fields)}", repr(template))
 
-    def replaced(match: re.Match[str]) -> str:
+    def fill_field(match: re.Match[str]) -> str:
         value = fields[match[1]]
         return f"{value:0{match[2] or 0}d}" if isinstance(value, int) else value
 
     # Not `str.format`: it would read attributes, as in `{video_key.__class__}`.
-    name = _FIELD.sub(replaced, template)
+    name = _FIELD.sub(fill_field, template)
     parts = re.split(r"[/\\]", name)
     is_inside = {"", ".", ".."}.isdisjoint(parts) and {*"{}\0:"}.isdisjoint(name)
     check(is_inside, where, "the template of a path within the folder", repr(template))
@@ -171,6 +183,7 @@ def _facts(lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """Returns the entries of episodes, arrays `[K]`; of objects, lists as tuples, if no numbers."""
     facts: dict[str, np.ndarray] = {}
     for name in dict.fromkeys(name for line in lines for name in line):
+        # Statistics and places in files are no facts about an episode.
         if name not in _OWN and not name.startswith(_GROUPS):
             entries = (line.get(name) for line in lines)
             values = [tuple(entry) if isinstance(entry, list) else entry for entry in entries]
@@ -180,11 +193,9 @@ def _facts(lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def _rows(path: str, limit: ExpansionLimit) -> list[dict[str, Any]]:
-    """Reads the rows of a file of JSON lines, of a table, or of the tables in subfolders.
-
-    Columns of statistics are left out. If there is no file, returns no rows.
-    """
+    """Reads the rows, but no statistics, of lines of JSON, a table, or tables in subfolders."""
     rows = list[dict[str, Any]]()
+    # Version 2 has lines of JSON, version 3 tables.
     if path.endswith(".jsonl"):
         if os.path.isfile(path):
             damage = (ValueError, RecursionError)
@@ -202,6 +213,7 @@ def _rows(path: str, limit: ExpansionLimit) -> list[dict[str, Any]]:
         with arrow.explain_damage(table):
             file = parquet.ParquetFile(table)
             names = [name for name in file.schema_arrow.names if not name.startswith("stats/")]
+            # Python objects need more memory than the file's numbers.
             limit.add(file.metadata.num_rows * len(names) * _OBJECT)
             rows += file.read(names).to_pylist()
     return rows

@@ -38,6 +38,20 @@ class MinariSpace(NamedTuple):
     shape: tuple[int, ...] | None
 
 
+class MinariMetadata(NamedTuple):
+    """The metadata of a dataset, read from the file next to its data."""
+
+    folder: str  # the folder of the data
+    # The entries of the file, with JSON texts decoded, and the id in `env_spec` as `environment`.
+    entries: dict[str, Any]
+    spaces: dict[str, MinariSpace]  # the space of each array, by its name in HDF5
+
+    @property
+    def is_hdf5(self) -> bool:
+        """True if the data are in an HDF5 file, not in folders of tables."""
+        return self.entries.get("data_format", "hdf5") == "hdf5"
+
+
 @dataclasses.dataclass(frozen=True)
 class Minari(GroupFormat):
     """Datasets of Minari: the folder of a dataset, or its subfolder `data`.
@@ -66,32 +80,35 @@ class Minari(GroupFormat):
     def matches(self, source: Source) -> bool:
         """Returns True if a folder has Minari's metadata and data."""
         try:
-            folder, about, _ = _about(source)
+            metadata = _read_metadata(source)
         except (ValueError, OSError):
             return False
-        is_there = not _is_hdf5(about) or os.path.isfile(os.path.join(folder, HDF5_FILE))
-        return is_there and about.keys() >= _COUNTS
+        has_data = not metadata.is_hdf5 or os.path.isfile(os.path.join(metadata.folder, HDF5_FILE))
+        return has_data and metadata.entries.keys() >= _COUNTS
 
     def files(self, source: Source) -> list[str]:
         """Returns the files with arrays and metadata."""
-        folder, about, _ = _about(source)
-        if _is_hdf5(about):
+        metadata = _read_metadata(source)
+        folder = metadata.folder
+        if metadata.is_hdf5:
             return [os.path.join(folder, name) for name in (METADATA, HDF5_FILE)]
         return [os.path.join(inner, name) for inner, _, names in os.walk(folder) for name in names]
 
     def groups(self, source: Source) -> list[EpisodeGroup]:
         """Returns the groups or folders of all episodes, sorted by number."""
-        folder, about, _ = _about(source)
-        if _is_hdf5(about):
+        metadata = _read_metadata(source)
+        folder = metadata.folder
+        if metadata.is_hdf5:
             path = os.path.join(folder, HDF5_FILE)
             groups = tabular.read_once([path], self, lambda: self.groups_in(0, path))
         else:
             numbers = sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
             path_of = lambda number: os.path.join(folder, str(number))
             groups = [EpisodeGroup(path_of(k), f"episode_{k}", k) for k in numbers]
-        numbers, count = {group.number for group in groups}, about.get("total_episodes")
-        missing = min({*range(len(numbers) + 1)} - numbers)
-        got = f"{len(groups)}; the first that is missing is {missing}"
+        # The metadata count the episodes, so that none can be missing without an error.
+        numbers, count = {each.number for each in groups}, metadata.entries.get("total_episodes")
+        first_missing = min({*range(len(numbers) + 1)} - numbers)
+        got = f"{len(groups)}; the first that is missing is {first_missing}"
         check(len(groups) == count, folder, f"{count} episodes as {METADATA} says", got)
         return groups
 
@@ -99,22 +116,24 @@ class Minari(GroupFormat):
         """Returns an episode's attributes as facts, nested ones by flat names (`options/a`)."""
         if where.path.endswith(HDF5_FILE):
             # All groups' attributes are read at once and cached.
-            every = lambda: open_groups(self.groups(source))
-            read = lambda: {each.name: dict(group.attrs) for each, group in every()}
+            all_groups = lambda: open_groups(self.groups(source))
+            read = lambda: {each.name: dict(group.attrs) for each, group in all_groups()}
             facts = tabular.read_once([where.path], "minari facts", read)[where.name]
         else:
-            facts = _flat(read_json(os.path.join(where.path, METADATA)))
+            facts = _flatten(read_json(os.path.join(where.path, METADATA)))
         return {name: hdf5.to_python(fact) for name, fact in facts.items() if name != "total_steps"}
 
     def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Returns the metadata, and notes: those in the metadata, on JPEG, and on gaps."""
-        groups, (_, about, _) = self.groups(source), _about(source)
+        groups, about = self.groups(source), _read_metadata(source).entries
+        # Of the first episode, see which columns hold JPEG images.
         ((_, arrays),) = self._arrays(source, groups[:1])
         is_jpeg = lambda column: isinstance(column, JpegColumn | images.ImageColumn)
         jpeg = [usual_leaf(name, "/") or name for name, column in arrays.items() if is_jpeg(column)]
-        told, notes = about.get("notes"), list[str]()
-        if isinstance(told, list) and all(isinstance(note, str) for note in told):
-            notes += told  # and not in the metadata, where they would be shown again
+        stored_notes, notes = about.get("notes"), list[str]()
+        if isinstance(stored_notes, list) and all(isinstance(note, str) for note in stored_notes):
+            notes += stored_notes
+            # In the metadata, they would be shown again.
             about = {name: value for name, value in about.items() if name != "notes"}
         if jpeg:
             notes.append(
@@ -126,9 +145,10 @@ class Minari(GroupFormat):
     def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
         """Yields the place and the table of each episode in `numbers`; None for all."""
         groups, files = self.groups(source), self.files(source)
+        # Leave out further arrays that not all episodes have in one form.
         alike = tabular.read_once(files, (self, "alike"), lambda: self._alike(source, groups))
-        chosen = groups if numbers is None else [groups[number] for number in numbers]
-        for where, arrays in self._arrays(source, chosen):
+        selection = groups if numbers is None else [groups[number] for number in numbers]
+        for where, arrays in self._arrays(source, selection):
             others = {n for n in arrays if n.split("/")[0] not in self.needed} - alike
             table = self.table(where, {n: array for n, array in arrays.items() if n not in others})
             facts = self.facts(source, where) if numbers is None else {}
@@ -139,6 +159,7 @@ class Minari(GroupFormat):
         """Returns the names of arrays that Minari does not need, but all episodes have alike."""
         alike: set[Any] | None = None
         for _, arrays in self._arrays(source, groups):
+            # An array's form is its row, its dtype, and how many rows it has beyond the steps.
             steps, forms = len(arrays.get("rewards") or ()), set[Any]()
             for name, array in tabular.sort_arrays(arrays)[0].items():
                 if name.split("/")[0] not in self.needed:
@@ -152,9 +173,10 @@ class Minari(GroupFormat):
         self, source: Source, groups: Sequence[EpisodeGroup]
     ) -> Iterator[tuple[EpisodeGroup, dict[str, Column]]]:
         """Yields each episode's arrays by their names in HDF5; None for values that are none."""
-        _, about, spaces = _about(source)
-        if not _is_hdf5(about):
-            yield from ((where, _in_tables(where, spaces, self.own)) for where in groups)
+        metadata = _read_metadata(source)
+        spaces = metadata.spaces
+        if not metadata.is_hdf5:
+            yield from ((where, _read_tables(where, spaces, self.own)) for where in groups)
             return
         for where, group in open_groups(groups):
             arrays = hdf5.columns_below(group)
@@ -167,27 +189,22 @@ class Minari(GroupFormat):
             yield where, arrays
 
 
-def _is_hdf5(about: Mapping[str, Any]) -> bool:
-    return about.get("data_format", "hdf5") == "hdf5"
-
-
-def _about(source: Source) -> tuple[str, dict[str, Any], dict[str, MinariSpace]]:
-    """Returns the data's folder, the metadata, and the space of each array.
-
-    In the metadata, JSON texts are decoded, and `environment`, the id in `env_spec`, is added.
-    """
+def _read_metadata(source: Source) -> MinariMetadata:
+    """Returns the metadata of a dataset; raises if there are none, or they are not Minari's."""
     folders = (source, os.path.join(source, "data")) if isinstance(source, str) else ()
     paths = [os.path.join(folder, METADATA) for folder in folders]
     path = next(filter(os.path.isfile, paths), "")
     expected = f"a folder with '{METADATA}', or one with such a folder 'data'"
     check(path, source, expected, "none")
-    return os.path.dirname(path), *tabular.read_once([path], "minari", lambda: _metadata(path))
+    entries, spaces = tabular.read_once([path], "minari", lambda: _parse_metadata(path))
+    return MinariMetadata(os.path.dirname(path), entries, spaces)
 
 
-def _metadata(path: str) -> tuple[dict[str, Any], dict[str, MinariSpace]]:
+def _parse_metadata(path: str) -> tuple[dict[str, Any], dict[str, MinariSpace]]:
     damage = (ValueError, RecursionError, AttributeError, TypeError)
     with explain_damage(path, "metadata of Minari in JSON", damage):
         about = read_json(path)
+        # Minari stores spaces and specs as texts of JSON within the JSON.
         for name in ("observation_space", "action_space", "env_spec", "eval_env_spec"):
             if isinstance(about.get(name), str):
                 about[name] = json.loads(about[name])
@@ -205,6 +222,7 @@ def _spaces(name: str, fields: tuple[str, ...], space: Any) -> dict[str, MinariS
     """Returns the spaces of all single arrays within a space, by name."""
     inner = space.get("subspaces") if isinstance(space, Mapping) else None
     spaces: dict[str, MinariSpace] = {}
+    # A tuple has a list of spaces, a dict a dict of them; all else is the space of one array.
     if isinstance(inner, list):
         for number, each in enumerate(inner):
             spaces |= _spaces(f"{name}/_index_{number}", (*fields, str(number)), each)
@@ -232,7 +250,7 @@ def _jpeg_column(column: Column, where: str, shape: tuple[int, ...]) -> JpegColu
     return JpegColumn((len(column), *shape), np.dtype(np.uint8), read)
 
 
-def _in_tables(
+def _read_tables(
     where: EpisodeGroup, spaces: Mapping[str, MinariSpace], own: Sequence[str]
 ) -> dict[str, Column]:
     """Returns the arrays by name of the tables in an episode's folder."""
@@ -242,22 +260,26 @@ def _in_tables(
     numbers, _, others = arrow.fields_by_type(files.schema)
     types, arrays = require("pyarrow", "datasets").types, dict[str, Column]()
     names = {space.fields: name for name, space in spaces.items()}
+    # Take numeric fields, and bytes of images below the arrays that Minari names.
     for path, kind in [*((path, None) for path in numbers.values()), *others]:
         name, column = names.get(path, "/".join(path)), None
         if kind is None:
-            column = _shaped(arrow.ArrowColumn(files, path), files.schema, path, spaces.get(name))
+            column = arrow.ArrowColumn(files, path)
+            column = _reshape_rows(column, files.schema, path, spaces.get(name))
         elif types.is_binary(kind) and path[0] in own:
             column = images.ImageColumn(files, path, has_channels=False)
+        # Tables have as many rows as there are observations, one more than actions.
         if column is not None and path[0] in _PADDED:
             column = tabular.rows_at(column, np.arange(len(column) - 1))
         arrays[name] = column
     return arrays
 
 
-def _shaped(
+def _reshape_rows(
     column: Column, schema: Any, path: tuple[str, ...], space: MinariSpace | None
 ) -> Column:
     """Returns a column with flat rows in the shape of its space, or of its field's metadata."""
+    # The shape is in the metadata of the field in the schema, or that of the space.
     field = schema.field(path[0])
     for part in path[1:]:
         field = field.type.field(part)
@@ -270,10 +292,10 @@ def _shaped(
     return DerivedColumn((len(column), *shape), column.dtype, read)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns the entries of nested dicts by flat names (`options/a`)."""
     entries: dict[str, Any] = {}
     for name, entry in tree.items():
         is_nested = isinstance(entry, dict)
-        entries |= _flat(entry, f"{prefix}{name}/") if is_nested else {f"{prefix}{name}": entry}
+        entries |= _flatten(entry, f"{prefix}{name}/") if is_nested else {f"{prefix}{name}": entry}
     return entries

@@ -71,6 +71,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
             return self
         with npz.open_file(paths[0], self.max_expansion) as arrays:
             columns, _ = self._columns(paths[0], tabular.sort_arrays(arrays)[0])
+            # The row of a reset has no action and no reward, so zeros stand there.
             led = [name for name in columns if within(name, "action") or name == "next/reward"]
             is_zero = not any(columns[name][:1].any() for name in led)
             arrives = is_zero and bool({"discount", "is_first"} & arrays.keys())
@@ -91,6 +92,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
     ) -> tuple[dict[str, Column], set[str]]:
         """Returns the arrays by their names in TED, and the names of those of other lengths."""
         leaves = to_ted(arrays, self.mapping, path)
+        # These flags of dm_env yield to flags with usual names.
         for name, leaf in _FLAGS.items():
             if name in leaves and leaf not in leaves.values():
                 leaves[name] = leaf
@@ -100,6 +102,8 @@ class NpzEpisodes(tabular.EpisodeFormat):
 
     def _table(self, path: str, columns: Mapping[str, Column], left_out: set[str]) -> Table:
         """Returns the table of a file's steps, without rows that only complete other steps."""
+        # Where rows arrive, drop all of the first row but its observation; observations then have a
+        # row more.
         count = min(len(column) for name, column in columns.items() if not tabular.is_seen(name))
         rows = {len(column) for name, column in columns.items() if tabular.is_seen(name)}
         first = int(bool(self.arrives) and rows == {count})

@@ -52,6 +52,7 @@ class OGBench(TableFormat):
             tabular.check_present(source, arrays, _NEEDED)
             leaves = to_ted(arrays, None, source, _NEEDED)
             columns, odd = tabular.step_columns(source, arrays, leaves)
+            # Find the last row of each episode, which has only an observation.
             stops = tabular.ends_of(
                 tabular.flag_column(columns[TERMINATED], "terminals", source)[:]
             )
@@ -59,8 +60,10 @@ class OGBench(TableFormat):
             got = f"one of episode {', '.join(map(str, short[:1]))}"
             where = f"{source}: 'terminals'"
             check(not len(short), where, "two rows or more of each episode", got)
+            # Steps are all other rows, and the row after each has its next observation.
             rows = np.delete(np.arange(len(columns[TERMINATED])), stops - 1)
             ends, observation = stops - np.arange(1, len(stops) + 1), columns["observation"]
+            # Leaves that the layout implies take the place of arrays of their name.
             odd |= {name for name in leaves if leaves[name] in _MADE} - {"terminals"}
             columns = {
                 leaf: tabular.rows_at(column, rows)

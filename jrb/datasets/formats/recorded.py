@@ -94,51 +94,66 @@ def _table(
     source: str, paths: list[str], sealed: tuple[tuple[str, int], ...], max_expansion: float
 ) -> Table:
     """Returns the table of all steps in the parts at `paths`."""
+    # Read the schema of each writer's first part; all must have the same leaves.
     begins = np.cumsum([0, *(count for _, count in sealed)])
     schemas = [parts.schema_of(paths[begin]) for begin in begins[:-1]]
     for (name, _), schema in zip(sealed, schemas, strict=True):
         parts.check_same_leaves(source, schemas[0], name, schema)
-    files = arrow.ArrowFiles(paths)
-    own = {
-        name: RecordedColumn(files, RecordedLeaf(name, dtype, ()), name)
-        for name, dtype in parts.TYPES.items()
-        if name != parts.STEP
-    }
+    # Read the recorder's own columns, but for the steps' numbers, which the order implies.
+    files, own = arrow.ArrowFiles(paths), dict[str, Any]()
+    for name in (EPISODE, ENV, TERMINATED, TRUNCATED):
+        own[name] = RecordedColumn(files, RecordedLeaf(name, parts.TYPES[name], ()), name)
     limit = ExpansionLimit(source, paths, max_expansion)
     limit.add(declared_nbytes(own))
-    numbers = {name: column[:] for name, column in own.items()}
+    own = {name: column[:] for name, column in own.items()}
+    # Sort the rows by writer and environment. The sort is stable, so streams keep their order.
     of_part = np.repeat(np.arange(len(sealed)), np.diff(begins))
     writer = np.repeat(of_part, np.diff(files.starts))
-    env = numbers[ENV].astype(np.int64)
-    order = np.lexsort((env, writer))  # stable: the rows of a stream stay in the order of time
-    columns: dict[str, Any] = {}
-    for leaf in schemas[0].leaves:
-        column = RecordedColumn(files, leaf, leaf.column)
-        # A leaf of size 0 has no column.
-        zeros = lambda start, stop, leaf=leaf: np.zeros((stop - start, *leaf.shape), leaf.numpy)
-        empty = DerivedColumn((len(order), *leaf.shape), leaf.numpy, zeros)
-        columns[leaf.name] = tabular.rows_at(column, order) if leaf.width else empty
+    order = np.lexsort((own[ENV], writer))
+    columns = _leaf_columns(files, schemas[0].leaves, order)
     limit.add(declared_nbytes(columns))
-    columns |= {name: numbers[name][order] for name in (TERMINATED, TRUNCATED)}
-    episode, env, writer = numbers[EPISODE][order], env[order], writer[order]
+    columns |= {name: own[name][order] for name in (TERMINATED, TRUNCATED)}
+    # Episodes end where their number changes, or the stream.
+    episode, env, writer = own[EPISODE][order], own[ENV][order].astype(np.int64), writer[order]
     is_last = lambda *keys: sum(np.diff(key, append=key[-1:] + 1) != 0 for key in keys) > 0
     ends = np.flatnonzero(is_last(episode, env, writer)) + 1
     metadata = {name: value for schema in schemas for name, value in schema.metadata.items()}
     notes = tuple(dict.fromkeys(note for schema in schemas for note in schema.notes))
+    # `Dataset.preprocess` writes all episodes at once, with their facts.
     facts = schemas[0].facts
-    if facts is not None and len(schemas) == 1:  # written at once by `Dataset.preprocess`
+    if facts is not None and len(schemas) == 1:
         if any(len(fact) != len(ends) for fact in facts.values()):
             raise DamagedError(f"{source}: expected facts of {len(ends)} episodes, got others.")
-        cut = None
-        if VALID in columns:  # `Dataset` adds it again, from `cut`
-            valid = tabular.is_set(columns.pop(VALID)[:])
-            where, expected = f"{source}: leaf '{VALID}'", "True but for last steps of episodes"
-            check(np.delete(valid, ends - 1).all(), where, expected, "others")
-            cut = ~valid[ends - 1] & ~columns[TERMINATED][ends - 1]
-        return Table(columns, ends, facts, metadata, notes, cut=cut)
+        return Table(columns, ends, facts, metadata, notes, cut=_pop_cut(source, columns, ends))
+    # Recorders may have been closed amid an episode of an environment.
     last = np.flatnonzero(is_last(env, writer))
     if num_running := int((~(columns[TERMINATED] | columns[TRUNCATED])[last]).sum()):
         notes += (f"{num_running} episodes had not ended when their last part was sealed.",)
     metadata["writers"] = [name for name, _ in sealed]
     facts = {"env": env[ends - 1], "writer": writer[ends - 1]}
     return Table(columns, ends, facts, metadata, notes)
+
+
+def _leaf_columns(
+    files: arrow.ArrowFiles, leaves: tuple[RecordedLeaf, ...], order: np.ndarray
+) -> dict[str, Any]:
+    """Returns the columns of all leaves by name, with their rows in the given order."""
+    columns: dict[str, Any] = {}
+    for leaf in leaves:
+        column = RecordedColumn(files, leaf, leaf.column)
+        # A leaf of size 0 has no column.
+        zeros = lambda start, stop, leaf=leaf: np.zeros((stop - start, *leaf.shape), leaf.numpy)
+        empty = DerivedColumn((len(order), *leaf.shape), leaf.numpy, zeros)
+        columns[leaf.name] = tabular.rows_at(column, order) if leaf.width else empty
+    return columns
+
+
+def _pop_cut(source: str, columns: dict[str, Any], ends: np.ndarray) -> np.ndarray | None:
+    """Takes `next/valid` from columns, if there; returns which episodes lack a next observation."""
+    if VALID not in columns:
+        return None
+    # `Dataset` adds the leaf again, from this result.
+    valid = tabular.is_set(columns.pop(VALID)[:])
+    where, expected = f"{source}: leaf '{VALID}'", "True but for last steps of episodes"
+    check(np.delete(valid, ends - 1).all(), where, expected, "others")
+    return ~valid[ends - 1] & ~columns[TERMINATED][ends - 1]

@@ -62,12 +62,13 @@ class RLDS(tabular.EpisodeFormat):
             callable(source) or isinstance(source, Iterable)
         ):
             return False
-        return _is_episode(next(iter(_started(source)), None))
+        return _is_episode(next(iter(_iterable_of(source)), None))
 
     def snapshot(self, source: Source) -> "RLDS":
         """Returns a format for this source; reads the episodes of an iterator into memory."""
         snapshot = dataclasses.replace(self)
         if isinstance(source, Iterator):
+            # An iterator can be read once, and so can one of an episode's steps.
             vars(snapshot)["_episodes"] = [
                 {**each, "steps": list(each["steps"])}
                 if _is_episode(each) and isinstance(each["steps"], Iterator)
@@ -81,17 +82,18 @@ class RLDS(tabular.EpisodeFormat):
 
         Unless the source is a sequence, it is iterated from the start.
         """
-        every, keeps_last = vars(self).get("_episodes", source), self.last == "keep"
+        all_episodes, keeps_last = vars(self).get("_episodes", source), self.last == "keep"
         if numbers is None:
-            for number, episode in enumerate(_started(every)):
+            for number, episode in enumerate(_iterable_of(all_episodes)):
                 yield f"episode {number}", _table(f"episode {number}", episode, keeps_last)
             return
-        count, episodes = 0, iter(_started(every))
+        count, episodes = 0, iter(_iterable_of(all_episodes))
         for number in numbers:
-            if isinstance(every, Sequence):
-                episodes, count = iter(every[number : number + 1]), number
+            # Sequences are indexed. Others are iterated on, or from the start to go back.
+            if isinstance(all_episodes, Sequence):
+                episodes, count = iter(all_episodes[number : number + 1]), number
             elif number < count:
-                count, episodes = 0, iter(_started(every))
+                count, episodes = 0, iter(_iterable_of(all_episodes))
             for episode in itertools.islice(episodes, number - count, None):
                 yield f"episode {number}", _table(f"episode {number}", episode, keeps_last)
                 break
@@ -102,7 +104,7 @@ class RLDS(tabular.EpisodeFormat):
             count = number + 1
 
 
-def _started(source: Any) -> Iterable[Any]:
+def _iterable_of(source: Any) -> Iterable[Any]:
     return source if isinstance(source, Iterable) else source()
 
 
@@ -112,37 +114,31 @@ def _is_episode(episode: Any) -> bool:
 
 def _table(where: str, episode: Any, keeps_last: bool) -> Table:
     """Returns the table of an episode; raises if its arrays differ in length."""
-    names = f" with {list(episode)}" if isinstance(episode, Mapping) else ""
-    check(_is_episode(episode), where, "a dict with 'steps'", type(episode).__name__ + names)
-    every = _arrays(where, episode["steps"])
-    leaves = {name: leaf for name, leaf in every.items() if _is_numeric(leaf) and leaf.shape}
-    tabular.check_present(where, leaves, [_LAST])
-    roles = {n: TERMINATED if n in _FLAGS else usual_leaf(n, "/") or n for n in leaves}
-    _, odd = tabular.step_columns(where, leaves, roles)
-    leaves = {name: leaf for name, leaf in leaves.items() if name not in odd}
+    leaves, facts, left_out = _numeric_leaves(where, episode)
     _check_flags(where, leaves)
-    besides = dict(_flat({name: each for name, each in episode.items() if name != "steps"}))
-    facts = {name: each for name, each in besides.items() if _is_numeric(each) and not each.shape}
-    left_out = (every.keys() - leaves.keys()) | (besides.keys() - facts.keys())
+    # In RLDS, a step that is last or terminal has only an observation of use. Find the leaves that
+    # are lost with it.
     is_last, is_terminal = (
         name in leaves and bool(leaves[name][-1:].any()) for name in (_LAST, _TERMINAL)
     )
     drops = (is_last or is_terminal) and not keeps_last
-    own = {name for name in leaves if name not in (*_FLAGS, "discount") and not is_seen(name)}
-    dropped = ", ".join(sorted(name for name in own if drops and np.any(leaves[name][-1:])))
+    names = {name for name in leaves if name not in (*_FLAGS, "discount") and not is_seen(name)}
+    names = sorted(name for name in names if drops and np.any(leaves[name][-1:]))
     steps, notes = len(leaves[_LAST]) - drops, ()
+    # Without the flag, a mask of 0 at the last step that is kept means termination.
     if _TERMINAL not in leaves:
         masks = {name: leaves[name] for name in tabular.bootstrap_masks(leaves)}
         is_terminal = any(not mask[:steps][-1:].any() for mask in masks.values())
         notes = (" ".join([_NO_TERMINAL, *tabular.flag_notes(masks)]),)
-    if dropped:
+    if names:
         notes += (
-            f"Last steps are left out, though they are not zero in {dropped}. Open with "
+            f"Last steps are left out, though they are not zero in {', '.join(names)}. Open with "
             "last='keep' if these are steps of their own.",
         )
     expected = "observations of one step or more, and one after the last"
     has_steps, got = steps > 0 and any(map(is_seen, leaves)), f"{steps} steps of {list(leaves)}"
     check(has_steps, where, expected, f"{got}. Leave it out")
+    # Flag the last step, and take next observations from the row after each.
     is_end = np.arange(steps) == steps - 1
     items = {TERMINATED: is_end & is_terminal, TRUNCATED: is_end & is_last & (not is_terminal)}
     for name, leaf in leaves.items():
@@ -157,25 +153,44 @@ def _table(where: str, episode: Any, keeps_last: bool) -> Table:
     return Table(items, np.array([steps]), facts, notes=notes, left_out=left_out, cut=cut)
 
 
+def _numeric_leaves(where: str, episode: Any) -> tuple[Leaves, Leaves, set[str]]:
+    """Returns an episode's numbers for each step, its single numbers, and the names of others."""
+    names = f" with {list(episode)}" if isinstance(episode, Mapping) else ""
+    check(_is_episode(episode), where, "a dict with 'steps'", type(episode).__name__ + names)
+    arrays = _step_arrays(where, episode["steps"])
+    leaves = {name: leaf for name, leaf in arrays.items() if _is_numeric(leaf) and leaf.shape}
+    tabular.check_present(where, leaves, [_LAST])
+    # Parts of the transition must have one length. Other arrays of other lengths are left out.
+    roles = {n: TERMINATED if n in _FLAGS else usual_leaf(n, "/") or n for n in leaves}
+    _, odd = tabular.step_columns(where, leaves, roles)
+    leaves = {name: leaf for name, leaf in leaves.items() if name not in odd}
+    # Single numbers outside the steps are facts about the episode.
+    others = dict(_flatten({name: each for name, each in episode.items() if name != "steps"}))
+    facts = {name: each for name, each in others.items() if _is_numeric(each) and not each.shape}
+    return leaves, facts, (arrays.keys() - leaves.keys()) | (others.keys() - facts.keys())
+
+
 def _check_flags(where: str, leaves: Leaves) -> None:
     """Raises if `is_first` is set after the first step, or another flag before the last."""
     for name in {*_FLAGS} & leaves.keys():
         flag = leaves[name]
         is_flag = f"{where}: '{name}'"
         check(flag.ndim == 1, is_flag, "one flag a step", flag.shape)
+        # Find the flags at steps where RLDS has none.
         inner = np.flatnonzero(flag[1:] if name == _FIRST else flag[:-1]) + (name == _FIRST)
         expected = f"it of the {name.removeprefix('is_')} step alone"
         check(not len(inner), is_flag, expected, f"it of step {inner[:1]} of {len(flag)}")
 
 
-def _arrays(where: str, steps: Any) -> Leaves:
+def _step_arrays(where: str, steps: Any) -> Leaves:
     """Returns the leaves `[T, ...]` of an episode's steps by name."""
     got = "an iterator. Make it a list, or give an iterator of episodes, which is taken into memory"
     is_iterator = isinstance(steps, Iterator)
     check(not is_iterator, f"{where}: 'steps'", "what can be gone through again", got)
+    # Steps are a dict of arrays, or dicts of single values that are stacked here.
     if isinstance(steps, Mapping):
-        return dict(_flat(steps))
-    rows = [dict(_flat(step)) for step in steps]
+        return dict(_flatten(steps))
+    rows = [dict(_flatten(step)) for step in steps]
     check(rows, where, "one step or more", "none")
     shapes = [{name: leaf.shape for name, leaf in row.items()} for row in rows]
     for number, row in enumerate(shapes):
@@ -184,17 +199,18 @@ def _arrays(where: str, steps: Any) -> Leaves:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def _flat(entry: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
+def _flatten(entry: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
     """Yields the name and the array of each leaf of nested dicts."""
     for name, value in entry.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}/")
+            yield from _flatten(value, f"{prefix}{name}/")
             continue
         is_masked = np.ma.is_masked(value)
         check(not is_masked, f"'{name}'", "values everywhere", "a masked array. Fill it")
         try:
             yield f"{prefix}{name}", np.asarray(value.numpy() if hasattr(value, "numpy") else value)
-        except ValueError:  # lists of several lengths
+        except ValueError:
+            # Lists of several lengths are no array; their leaf is left out.
             yield f"{prefix}{name}", np.empty((), object)
 
 

@@ -65,6 +65,7 @@ class TorchRL(TableFormat):
         items, info = interop.read_torchrl(path, squeeze=True, max_expansion=self.max_expansion)
         envs, axes = info["num_envs"] or 1, 1 if info["num_envs"] is None else 2
         count = len(jax.tree.leaves(items)[0])
+        # Order the rows by time, from the oldest one; row r of environment e is item `r * E + e`.
         oldest = info["cursor"] if info["full"] else 0
         rows = ((oldest + np.arange(count)) % max(count, 1))[:, None] * envs + np.arange(envs)
         items = jax.tree.map(lambda leaf: leaf.reshape(count * envs, *leaf.shape[axes:]), items)
@@ -75,18 +76,21 @@ class TorchRL(TableFormat):
             stops = sorted({count, *(np.flatnonzero(is_end[:, env]) + 1).tolist()} - {0})
             ranges += [(start, env, stop) for start, stop in zip([0, *stops], stops, strict=False)]
         ranges.sort()
-        order = np.concatenate([np.zeros(0, np.int64), *(rows[a:b, env] for a, env, b in ranges)])
+        parts = [np.zeros(0, np.int64), *(rows[a:b, env] for a, env, b in ranges)]
+        order = np.concatenate(parts).astype(np.int64)
         ends = np.cumsum([stop - start for start, _, stop in ranges], dtype=np.int64)
-        running = np.array([not is_end[stop - 1, env] for _, env, stop in ranges], bool)
-        cut = np.array([start == 0 and has_lost for start, _, _ in ranges], bool)
+        # Last episodes may still be running, and first ones may have lost rows to newer ones.
+        is_running = np.array([not is_end[stop - 1, env] for _, env, stop in ranges], bool)
+        is_cut = np.array([start == 0 and has_lost for start, _, _ in ranges], bool)
         facts = {
             "environment": np.array([env for _, env, _ in ranges], np.int64),
-            "complete": ~running & ~cut,
-            "running": running,
-            "cut": cut,
+            "complete": ~is_running & ~is_cut,
+            "running": is_running,
+            "cut": is_cut,
         }
         names = leaves_in_ted(path, leaf_names(items), self.keys)
-        columns, order = dict[str, Any](), order.astype(np.int64)
+        # Leaves are read in this order of items, when they are accessed.
+        columns = dict[str, Any]()
         for name, leaf in zip(names.values(), jax.tree.leaves(items), strict=True):
             shape, read = (len(order), *leaf.shape[1:]), lambda a, b, leaf=leaf: leaf[order[a:b]]
             columns[name] = tabular.DerivedColumn(shape, leaf.dtype, read)
@@ -104,6 +108,7 @@ class TorchRL(TableFormat):
         got = f"items with the leaves {leaf_names(items)}. Name them with keys=jrb.Keys(done=...)"
         check(flags, f"{path}: done", "flags such as next/done", got)
         is_end = np.zeros(rows.shape, bool)
+        # An episode ends at any flag, and before another number.
         for flag in flags.values():
             is_end |= (flag != 0).any(axis=tuple(range(1, flag.ndim)))[rows]
         numbers = None if self.keys.episode is None else lookup(items, self.keys.episode)

@@ -54,11 +54,6 @@ def explain_damage(path: str) -> contextlib.AbstractContextManager[None]:
     return names.explain_damage(path, "a whole Parquet or Arrow file", damage)
 
 
-def cumulative_starts(counts: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns the sums of the counts before each entry, and of all, int64 `[len(counts) + 1]`."""
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-
-
 class TableFile:
     """A table in one file, of G groups; `starts`, int64 `[G + 1]`, are their first rows, and T.
 
@@ -72,6 +67,8 @@ class TableFile:
             raise FileNotFoundError(f"{path}: no such file or directory.")
         check(self._form, path, "a Parquet or Arrow file", "another")
         with explain_damage(path):
+            # Count the rows of each group. Parquet files list them; of Arrow files, one column is
+            # read.
             if self._form == "parquet":
                 file = require("pyarrow.parquet", "datasets").ParquetFile(path, memory_map=True)
                 self.schema: Any = file.schema_arrow
@@ -86,11 +83,12 @@ class TableFile:
                 counts = [batch.num_rows for batch in batches]
                 counts = [sum(counts)] if self._form == "stream" else counts
             names = self.schema.names
-        self.starts: np.ndarray = cumulative_starts(counts)
+        self.starts: np.ndarray = np.cumsum([0, *counts], dtype=np.int64)
         check(len({*names}) == len(names), path, "a name of its own for each column", names)
 
     def column(self, group: int, name: str, rows: int) -> Iterator[Any]:
         """Yields Arrow arrays of about `rows` rows of a column, from a group on."""
+        # Arrow files have batches of their own sizes, which are read one by one.
         if self._form != "parquet":
             for batch in self._batches(group, self.schema.get_field_index(name)):
                 yield batch.column(0)
@@ -111,6 +109,7 @@ class TableFile:
 
     def check_numbers(self, group: int, path: str, width: int) -> None:
         """Raises if groups, from `group` on, declare far more than `width` numbers for each row."""
+        # Only Parquet declares these numbers for each group of rows.
         for number in range(group, len(self.starts) - 1 if self._form == "parquet" else 0):
             about = self._metadata.row_group(number)
             for column in map(about.column, range(about.num_columns)):
@@ -147,6 +146,7 @@ class ArrowFiles:
         self._counts = counts
         self._open = functools.lru_cache(maxsize=_OPEN)(TableFile)
         self.schema: Any = self.file(0).schema
+        # Without counts, open all files, count their rows and compare their columns.
         if counts is None:
             names, counts = sorted(self.schema.names), list[int]()
             for number, path in enumerate(self.paths):
@@ -154,12 +154,13 @@ class ArrowFiles:
                 expected = f"the columns {names}, as in {paths[0]}"
                 check(sorted(file.schema.names) == names, path, expected, sorted(file.schema.names))
                 counts.append(int(file.starts[-1]))
-        self.starts: np.ndarray = cumulative_starts(counts)
+        self.starts: np.ndarray = np.cumsum([0, *counts], dtype=np.int64)
 
     def file(self, number: int) -> TableFile:
         """Returns an open file; the last few that were used stay open."""
         file = self._open(self.paths[number])
         rows, counts = file.starts[-1], self._counts
+        # A file may have changed since its rows were counted.
         expected = rows if counts is None else counts[number]
         check(rows == expected, file.path, f"{expected} rows", rows)
         return file
@@ -178,12 +179,15 @@ def fields_by_type(
     others, fields = list[Any](), [((field.name,), field.type) for field in schema]
     while fields:
         path, kind = fields.pop(0)
+        # Fields of a struct take its place in the list, so the order of the file is kept.
         if types.is_struct(kind):
             fields = [((*path, field.name), field.type) for field in kind] + fields
             continue
+        # Look through lists and extension types for the type of the single numbers.
         element = kind
         while _is_list(element) or hasattr(element, "storage_type"):
             axes = getattr(element, "permutation", None)
+            # The axes of such a tensor are stored in another order, which reading would not undo.
             if axes is not None and axes != sorted(axes):
                 break
             element = element.value_type if _is_list(element) else element.storage_type
@@ -256,6 +260,7 @@ class ArrowColumn:
     def __getitem__(self, rows: slice) -> np.ndarray:
         start, stop, _ = rows.indices(len(self))
         values = np.empty((max(stop - start, 0), *self.shape[1:]), self.dtype)
+        # Copy the rows from the batches in which they are.
         with self._lock:
             for place, piece in self._pieces(start, stop):
                 part = self._values(piece)
@@ -283,6 +288,7 @@ class ArrowColumn:
 
     def _group_of(self, row: int) -> tuple[int, int, int]:
         """Returns the indices of a row's file and group, and the first row of that group."""
+        # Find the file by its first row, and the group by its first row in the file.
         number = int(np.searchsorted(self._files.starts, row, side="right")) - 1
         begin, starts = int(self._files.starts[number]), self._files.file(number).starts
         group = int(np.searchsorted(starts, row - begin, side="right")) - 1
@@ -303,6 +309,7 @@ class ArrowColumn:
                     batch.validate(full=True)
                     yield row, batch
                     row += len(batch)
+            # A file that was cut short has fewer rows than it declares.
             self._check(row == stop, f"rows up to {stop}", str(row))
 
     def _field(self, piece: Any) -> Any:
@@ -316,6 +323,7 @@ class ArrowColumn:
         array, shape = self._field(piece), [len(piece)]
         pa, compute = require("pyarrow", "datasets"), require("pyarrow.compute", "datasets")
         while True:
+            # Remove one level of nesting at a time, and collect the shape of a row.
             self._check(array.null_count == 0, "values everywhere", "a null")
             if isinstance(array.type, pa.FixedShapeTensorType):
                 shape += array.type.shape
@@ -343,5 +351,6 @@ class TextColumn(ArrowColumn):
 
     def _values(self, piece: Any) -> np.ndarray:
         self._check(piece.null_count == 0, "texts everywhere", "a null")
+        # Each distinct text becomes one Python string, which many rows may share.
         piece = piece.dictionary_encode() if _is_text(piece.type) else piece
         return np.array(piece.dictionary.to_pylist(), object)[piece.indices.to_numpy()]

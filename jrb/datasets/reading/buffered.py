@@ -54,6 +54,7 @@ class EpisodeRows:
         episodes: read.Episodes,
     ) -> None:
         self._where, self._buffer, self._state, self._leaves = where, buffer, state, leaves
+        # Concatenate the slots of all episodes: row t of the table is the item in slot `_slots[t]`.
         slots = [np.zeros(0, np.int32), *(np.asarray(each.slots) for each in episodes)]
         self._slots = np.concatenate(slots)
         self.ends: np.ndarray = np.cumsum([*map(len, slots)], dtype=np.int64)[1:]
@@ -66,15 +67,18 @@ class EpisodeRows:
     def at(self, rows: slice | np.ndarray) -> dict[str, np.ndarray]:
         """Reads all leaves of some rows, with the stored flags as `terminated` and `truncated`."""
         slots = self._slots[rows]
-        with enable_x64():  # keeps 64-bit dtypes
+        # JAX would convert 64-bit leaves.
+        with enable_x64():
             items = read.take_items(self._buffer, self._state, slots)
         steps = dict(zip(self._leaves, jax.tree.leaves(items), strict=True))
+        # Combine the flags that the items have into the two that every table has.
         flags = {name: tabular.is_set(steps.pop(name)) for name in FLAGS if name in steps}
         terminated, truncated = tabular.combine_flags(len(slots), *map(flags.get, FLAGS))
         return {**steps, TERMINATED: terminated, TRUNCATED: truncated}
 
     def column(self, name: str, start: int, stop: int) -> np.ndarray:
         """Reads the rows of one leaf from `start` to `stop`."""
+        # Find the pieces that have these rows; at least one, for the shape of an empty result.
         first = start // self._size * self._size
         begins = range(first, max(stop, first + 1), self._size)
         rows = lambda begin: slice(max(0, start - begin), stop - begin)
@@ -83,6 +87,7 @@ class EpisodeRows:
     def _checked(self, begin: int) -> dict[str, np.ndarray]:
         """Reads a piece; raises if a step other than an episode's last has `next/valid` False."""
         steps = self.at(slice(begin, begin + self._size))
+        # Only a last step may lack its next observation.
         if VALID in steps:
             places = begin + np.flatnonzero(~tabular.is_set(steps[VALID]))
             wrong, where = np.setdiff1d(places, self.ends - 1), f"{self._where}: leaf '{VALID}'"
@@ -100,13 +105,15 @@ def episode_table(
     """
     with enable_x64():
         episodes = read.episodes(buffer, state)
+    # Read the last step of each episode, for the shapes of leaves and the episodes that are cut.
     rows, columns = EpisodeRows(where, buffer, state, leaves, episodes), dict[str, Any]()
     last = rows.at(rows.ends - 1)
     for name, leaf in last.items():
         shape, column = (len(rows), *leaf.shape[1:]), functools.partial(rows.column, name)
         columns[name] = tabular.DerivedColumn(shape, native_dtype(leaf.dtype), column)
+    # Next observations may be missing everywhere, or at marked steps: `Dataset` marks these again.
     cut = None
-    if columns.pop(VALID, None) is not None:  # `Dataset` adds it again
+    if columns.pop(VALID, None) is not None:
         cut = ~tabular.is_set(last[VALID]) & ~last[TERMINATED]
     elif not any(name.split("/")[:2] == ["next", "observation"] for name in columns):
         cut = ~last[TERMINATED]

@@ -30,6 +30,7 @@ class GzippedColumn:
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths, self._number, self._begin = paths, -1, 0  # of the open file, its first row
         self._file: Any = None
+        # Read the header of each file; all must have rows like those of the first.
         with contextlib.closing(self):
             headers = [self._open(number) for number in range(len(paths))]
         self.dtype: np.dtype = headers[0][0]
@@ -50,6 +51,7 @@ class GzippedColumn:
         # kept, as the file would have to be decompressed again to go back.
         parts = [self._last[1] if start == self._last[0] < stop else self._last[1][:0]]
         start += len(parts[0])
+        # Read the rows that each file has of these.
         for number, (begin, end) in enumerate(itertools.pairwise(self.starts)):
             if max(start, begin) < min(stop, end):
                 parts.append(self._read(number, max(start, begin) - begin, min(stop, end) - begin))
@@ -70,6 +72,7 @@ class GzippedColumn:
             self._file, self._number = gzip.open(self._paths[number]), number  # noqa: SIM115
             np.lib.format.read_magic(self._file)
             shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(self._file)
+            # Rows of an array in Fortran's order are not together in the file.
             is_plain = not dtype.hasobject and (not is_fortran or len(shape) < 2)
             got = "pickled objects" if dtype.hasobject else "columns one after the other"
             check(is_plain, "data", "numbers, row by row", got)
@@ -80,6 +83,7 @@ class GzippedColumn:
         """Reads rows of one file; raises `ValueError` if it is damaged."""
         if number != self._number:
             self._open(number)
+        # Seek in decompressed bytes: gzip reads on to that place, or from the beginning to go back.
         width = math.prod(self.shape[1:]) * self.dtype.itemsize
         is_end = stop == self.starts[number + 1] - self.starts[number]
         with _explain_damage(self._paths[number]):

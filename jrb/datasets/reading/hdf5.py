@@ -76,7 +76,8 @@ def _datasets(group: h5py.Group, prefix: str = "") -> Iterator[tuple[str, h5py.D
 
 def names_outside(path: str, groups: set[str]) -> set[str]:
     """Returns the names of the datasets of a file to which none of `groups`, such as `/a`, lead."""
-    names = dict[int, str]()  # by address: links and further names lead to the same one
+    # By address in the file, as links and further names lead to the same dataset.
+    names = dict[int, str]()
 
     def visit(name: bytes | str, entry: Any) -> None:
         name = os.fsdecode(name)
@@ -84,7 +85,8 @@ def names_outside(path: str, groups: set[str]) -> set[str]:
             names[h5o.get_info(entry.id).addr] = name
 
     with open_file(path) as file:
-        file.visititems(visit)  # which visits no links
+        # Visit all datasets, but no links; then remove those to which the groups lead by links.
+        file.visititems(visit)
         for group in map(functools.partial(open_entry, file), groups if names else ()):
             if isinstance(group, h5py.Group):
                 for _, entry in _datasets(group):
@@ -95,6 +97,7 @@ def names_outside(path: str, groups: set[str]) -> set[str]:
 def _column(path: str, name: str, entry: h5py.Dataset) -> DerivedColumn:
     """Returns the column of a dataset, with texts as Python strings; reads raise for damage."""
     with _explain_damage(path):
+        # A hostile file could name any file of the user as the place of its data.
         is_elsewhere = entry.external or entry.id.get_create_plist().get_layout() == h5d.VIRTUAL
         got = "an external or virtual one. Copy the data into the file"
         check(not is_elsewhere, f"{path}: '{name}'", "data in the dataset itself", got)
@@ -117,6 +120,7 @@ def open_entry(group: h5py.Group, path: str) -> Any:
 
 def _open_path(where: str, group: h5py.Group, path: str, depth: int) -> Any:
     """Opens a path part by part and checks each link, so that no other file is opened."""
+    # A path that begins with a slash begins at the top of the file.
     entry: Any = group.file["/"] if path.startswith("/") else group
     for part in path.split("/"):
         if part in ("", "."):
@@ -124,8 +128,10 @@ def _open_path(where: str, group: h5py.Group, path: str, depth: int) -> Any:
         link = entry.get(part, getlink=True) if isinstance(entry, h5py.Group) else None
         if isinstance(link, h5py.HardLink):
             entry = entry[part]
+        # Each soft link takes one from `depth`, so that links in a circle end.
         elif isinstance(link, h5py.SoftLink) and depth:
             entry = _open_path(where, entry, link.path, depth - 1)
+        # Nothing is there, and no link has led to this path.
         elif link is None and depth == _DEPTH:
             return None
         else:
@@ -140,7 +146,8 @@ def read_scalars(group: h5py.Group, limit: ExpansionLimit) -> dict[str, Any]:
     for name in map(str, group):
         entry = open_entry(group, name)
         if isinstance(entry, h5py.Dataset) and entry.shape == () and not entry.external:
-            limit.add(declared_nbytes({name: entry}))  # a fixed-length text can declare 2 GiB
+            # A text of fixed length can declare 2 GiB.
+            limit.add(declared_nbytes({name: entry}))
             values[name] = to_python(entry[()])
     return values
 

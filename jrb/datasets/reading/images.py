@@ -21,6 +21,7 @@ def decode_image(data: bytes, where: str) -> np.ndarray:
     """Decodes an image to `[height, width]` or `[height, width, channel]`; raises if damaged."""
     pillow = require("PIL.Image", "datasets")
     damage = (OSError, SyntaxError, ValueError, pillow.DecompressionBombError)
+    # The pixels of a palette image are indices of colours, so such an image becomes RGB.
     with explain_damage(where, "whole images", damage), pillow.open(io.BytesIO(data)) as image:
         return np.array(image.convert("RGB") if image.mode == "P" else image)
 
@@ -44,13 +45,15 @@ class ImageColumn(arrow.ArrowColumn):
     def _values(self, piece: Any) -> np.ndarray:
         types = require("pyarrow", "datasets").types
         array = self._field(piece)
-        if types.is_struct(array.type):  # files at its paths are not read
+        # A struct has the bytes of the image, and often a path, which is not read.
+        if types.is_struct(array.type):
             place = array.type.get_field_index("bytes")
             self._check(place >= 0, "a field 'bytes'", str(array.type))
             array = array.flatten()[place]
         is_bytes = types.is_binary(array.type) or types.is_large_binary(array.type)
         self._check(is_bytes, "images as bytes", str(array.type))
         self._check(array.null_count == 0, "the bytes of images", "a null")
+        # Decode the images, and compare each with the first of the column.
         images = [decode_image(data, self._where) for data in array.to_pylist()]
         if self._has_channels:
             images = [image if image.ndim == 3 else image[..., None] for image in images]
@@ -79,6 +82,7 @@ def video_column(
         frames, row = np.empty((stop - start, *shape), np.uint8), start
         while row < stop:
             episode = int(np.searchsorted(ends, row, side="right"))
+            # Decode the frames of one episode at a time, as each has a file and a begin of its own.
             end, path = min(stop, int(ends[episode])), videos[episode]
             at = times[row:end].astype(np.float64) + begins[episode]
             for frame in _nearest_frames(path, at, 0.5 / fps):
@@ -101,6 +105,7 @@ def _nearest_frames(path: str, times: np.ndarray, tolerance: float) -> Iterator[
         container.seek(int(begin) + (stream.start_time or 0), stream=stream)
         frames: Iterator[Any] = iter(container.decode(stream))
         frame, following = next(frames, None), next(frames, None)
+        # Go on to the next frame as long as it is no farther from the time than this one.
         for time in times.tolist():
             while frame and following and abs(following.time - time) <= abs(frame.time - time):
                 frame, following = following, next(frames, None)

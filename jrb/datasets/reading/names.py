@@ -80,6 +80,7 @@ def check_names(source: object, names: Iterable[str]) -> None:
         check(is_path, source, "names of arrays such as 'a/b'", f"{name[:99]!r}. Rename it")
         check(name not in seen, source, "one array of each name", f"{name!r} twice")
         seen.add(name)
+    # A name below that of an array would need the array to be a dict.
     for name in sorted(seen):
         above = ", ".join(names_above(name) & seen)
         check(not above, source, f"'{above}' to be an array or a group of arrays", "both")
@@ -108,25 +109,29 @@ def to_ted(
     the same leaf then keeps its own.
     """
     names = list(names)
-    mapped, leaves = _normalize_mapping(names, mapping, source), dict[str, str]()
+    leaf_of, leaves = _normalize_mapping(names, mapping, source), dict[str, str]()
+    # Names that the format prescribes stand for their leaves, unless the user has mapped others to
+    # these.
     for name in own:
-        is_free = not any(within(_LEAF_OF[name], leaf) for leaf in mapped.values())
+        is_free = not any(within(_LEAF_OF[name], leaf) for leaf in leaf_of.values())
         if is_free and any(_match_head(other, {name}, separators)[0] for other in names):
-            mapped[name] = _LEAF_OF[name]
+            leaf_of[name] = _LEAF_OF[name]
     for name in names:
-        head, parts = _match_head(name, mapped, separators)
+        # The mapping comes first, then usual names, and all other names are kept.
+        head, parts = _match_head(name, leaf_of, separators)
         if head is not None:
-            leaves[name] = "/".join([mapped[head], *parts])
+            leaves[name] = "/".join([leaf_of[head], *parts])
             continue
         usual, parts = usual_leaf(name, separators), re.split(f"[{separators}]", name)
-        if usual is not None and not any(within(usual, leaf) for leaf in mapped.values()):
+        if usual is not None and not any(within(usual, leaf) for leaf in leaf_of.values()):
             leaves[name] = usual
         else:
             leaves[name] = "/".join(parts) if all(parts) else name
     # A leaf below another one, such as `action.tokens` if there is `action`, keeps its name.
-    every = set(leaves.values())
+    all_leaves = set(leaves.values())
     is_below = {
-        name: "/" not in name and bool(names_above(leaf) & every) for name, leaf in leaves.items()
+        name: "/" not in name and bool(names_above(leaf) & all_leaves)
+        for name, leaf in leaves.items()
     }
     leaves = {name: name if is_below[name] else leaf for name, leaf in leaves.items()}
     _check_distinct(leaves, source, "mapping=")
@@ -141,13 +146,15 @@ def episode_text(
 ) -> list[str]:
     """Returns [name] of the column of texts that identifies the episode of each step, or []."""
     names, texts, episode = list(names), list(texts), ROLES["episode"]
-    mapped = _normalize_mapping([*names, *texts], mapping, source)
-    mapped_texts = [text for text in texts if text in mapped]
+    leaf_of = _normalize_mapping([*names, *texts], mapping, source)
+    # Texts have no other role than to identify episodes.
+    mapped_texts = [text for text in texts if text in leaf_of]
     for text in mapped_texts:
-        where, got = f"{source}: mapping: '{mapped[text]}'", f"{text!r}, which holds texts"
-        check(mapped[text] == episode, where, "numbers", got)
+        where, got = f"{source}: mapping: '{leaf_of[text]}'", f"{text!r}, which holds texts"
+        check(leaf_of[text] == episode, where, "numbers", got)
     if mapped_texts or episode in to_ted(names, mapping, source).values():
         return mapped_texts
+    # Without a mapping, a single column of texts with a usual name is taken; of several, none.
     usual = [text for text in texts if usual_leaf(text) == episode]
     return usual if len(usual) == 1 else []
 
@@ -181,19 +188,19 @@ def _normalize_mapping(
     if mapping is None:
         return {}
     is_present = lambda name: any(_match_head(other, {name})[0] is not None for other in names)
-    mapped: dict[str, str] = {}
+    leaf_of: dict[str, str] = {}
     if isinstance(mapping, Keys):
         for role, leaf in ROLES.items():
             path = path_name(getattr(mapping, role))
             # A path equal to TED's may be a default of `Keys`, so the file may lack it.
             if path and (path != leaf or role == "episode" or is_present(path)):
-                mapped[path] = leaf
+                leaf_of[path] = leaf
     elif isinstance(mapping, Mapping):
         for name, path in mapping.items():
             if isinstance(path, str):
-                mapped[name] = ROLES.get(path, path)
+                leaf_of[name] = ROLES.get(path, path)
             elif isinstance(path, tuple) and path and all(isinstance(part, str) for part in path):
-                mapped[name] = "/".join(path)
+                leaf_of[name] = "/".join(path)
             else:
                 raise TypeError(
                     f"{source}: mapping: {name!r}: expected a name or a tuple of names, got "
@@ -201,10 +208,11 @@ def _normalize_mapping(
                 )
     else:
         raise TypeError(f"mapping: expected a dict or jrb.Keys, got {mapping!r}.")
-    for name in mapped:
+    for name in leaf_of:
+        # A name that is misspelled would otherwise have no effect.
         got = f"{name!r}. There are {sorted(names)}"
         check(is_present(name), f"{source}: mapping", "names that are there", got)
-    return mapped
+    return leaf_of
 
 
 def _match_head(
@@ -212,6 +220,7 @@ def _match_head(
 ) -> tuple[str | None, list[str]]:
     """Returns the longest of `heads` that equals or contains a name, and the parts below it."""
     for head in sorted(heads, key=len, reverse=True):
+        # Files may separate levels by dots where the mapping has slashes.
         for form in (head, head.replace("/", ".")):
             if name == form or name.startswith(tuple(form + each for each in separators)):
                 parts = re.split(f"[{separators}]", name[len(form) :])
@@ -221,6 +230,7 @@ def _match_head(
 
 def usual_leaf(name: str, separators: str = "./") -> str | None:
     """Returns the leaf in TED for a usual name such as `obs` or `next.reward`; else None."""
+    # Below `next`, only rewards, flags and observations are usual.
     first, *parts = re.split(f"[{separators}]", name)
     if first != "next" or not parts:
         leaf = _LEAF_OF.get(first)
@@ -232,11 +242,11 @@ def usual_leaf(name: str, separators: str = "./") -> str | None:
 
 def _check_distinct(leaves: dict[str, str], source: object, option: str) -> None:
     """Raises if two names have one leaf, a leaf is below another, or a leaf is not a path."""
-    every = list(leaves.values())
+    all_leaves = list(leaves.values())
     for name, leaf in leaves.items():
         is_path = {"", ".", ".."}.isdisjoint(leaf.split("/"))
         check(is_path, source, "names of leaves", repr(name))
-        is_apart = every.count(leaf) == 1 and names_above(leaf).isdisjoint(every)
+        is_distinct = all_leaves.count(leaf) == 1 and names_above(leaf).isdisjoint(all_leaves)
         names = [other for other, each in leaves.items() if each == leaf]
-        got = f"{names} for '{leaf}' among {sorted({*every})}. Tell them apart with {option}"
-        check(is_apart, source, "a leaf of its own for each name", got)
+        got = f"{names} for '{leaf}' among {sorted({*all_leaves})}. Tell them apart with {option}"
+        check(is_distinct, source, "a leaf of its own for each name", got)

@@ -35,9 +35,10 @@ def open_file(path: str, max_expansion: float = MAX_EXPANSION) -> Iterator[dict[
             members = archive.infolist()
             # zipfile accepts a directory with fewer members than the archive's end record counts.
             file.seek(-12 - len(archive.comment), os.SEEK_END)
-            declared = int.from_bytes(file.read(2), "little")
-            is_whole = declared in (len(members), 0xFFFF)
-            check(is_whole, "directory", f"{declared} members", len(members))
+            num_declared = int.from_bytes(file.read(2), "little")
+            is_whole = num_declared in (len(members), 0xFFFF)
+            check(is_whole, "directory", f"{num_declared} members", len(members))
+        # Name the arrays as `np.load` does.
         names = [info.filename.removesuffix(".npy") for info in members]
         check_names(path, names)
         # Checked before decompression: a kilobyte can hold gigabytes of zeros.
@@ -58,10 +59,7 @@ def numeric_names(path: Any) -> set[str]:
 def _open_array(
     where: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo
 ) -> DerivedColumn | None:
-    """Reads the header of an array; returns None if a member is no array, or one of objects.
-
-    The whole array is read at the first access to a row.
-    """
+    """Reads an array's header, and all of it at the first access; returns None if it is none."""
     with _explain_damage(where), archive.open(info) as file:
         shape, dtype = (), np.dtype(object)
         if info.filename.endswith(".npy"):
@@ -75,6 +73,7 @@ def _open_array(
             while file.read(1 << 20):
                 pass
             return None
+        # The header must fit the size of the member, before an array of its shape is allocated.
         size, nbytes = info.file_size - file.tell(), math.prod(shape) * dtype.itemsize
         check(size == nbytes, "data", f"{nbytes} bytes for shape {shape} of {dtype}", size)
 

@@ -75,11 +75,13 @@ def with_flags(
     masks = [columns[name] for name in bootstrap_masks(columns)]
 
     def read(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        # Read the same rows of all flags and masks, and combine them.
         stored = [flags[name][start:stop] if name in flags else None for name in FLAGS]
         may_end = np.isin(np.arange(start, stop), ends - 1)
         values = [mask[start:stop].reshape(-1) for mask in masks]
         return combine_flags(stop - start, *stored, masks=values, may_end=may_end)
 
+    # Both columns are computed from all flags; `done` itself is not kept.
     steps, dtype = (len(next(iter(columns.values()))),), np.dtype(bool)
     column = lambda which: DerivedColumn(steps, dtype, lambda a, b: read(a, b)[which])
     others = {name: each for name, each in columns.items() if name != DONE}
@@ -88,6 +90,7 @@ def with_flags(
 
 def bootstrap_masks(columns: Mapping[str, Column]) -> list[str]:
     """Returns the names of columns of one number for each step that are bootstrap masks."""
+    # A mask may be at the top or below `next`, but has one number for each step.
     masks = {n: each for n, each in columns.items() if n.removeprefix("next/") in MASK_NAMES}
     is_one = lambda mask: np.dtype(mask.dtype).kind in "biuf" and math.prod(mask.shape[1:]) == 1
     return [name for name, mask in masks.items() if is_one(mask)]
@@ -100,6 +103,7 @@ def flag_notes(
 
     Given `terminated` as it was understood, reads all masks, to find those that contradict it.
     """
+    # Choose the note by the flags and masks that the files have, as `combine_flags` treats them.
     flags, masks = {*FLAGS} & columns.keys(), bootstrap_masks(columns)
     both = " that is both terminated and truncated" * (TRUNCATED in flags)
     other = ", unless they are truncated" * (TRUNCATED in flags)
@@ -113,6 +117,7 @@ def flag_notes(
     elif DONE in flags and TERMINATED not in flags:
         rule = f"are taken for terminated{other}, also at a time limit."
         notes.append(f"Steps that are done ({done}) {rule}")
+    # A mask that contradicts the flags may mean something else.
     for name in masks:
         if terminated is not None and (is_set(columns[name][:]) == terminated[:]).any():
             differ = "is 0 at steps that did not terminate, or not 0 at steps that did"
@@ -141,6 +146,7 @@ def with_next(columns: Mapping[str, Column], steps: int, heads: Sequence[str]) -
     leaves: dict[str, Column] = {}
     for name, column in columns.items():
         leaves[name] = column
+        # Read the column once for both leaves. The copies can be written to.
         if len(column) == steps + 1 and name.split("/")[0] in heads:
             whole, shape = functools.cache(lambda c=column: c[:]), (steps, *column.shape[1:])
             for lag, leaf in enumerate((name, f"next/{name}")):
@@ -184,6 +190,7 @@ class Table:
         """Bool `[K]`, True if the last step has no next observation; None if all have one."""
         if self.cut is not None or self.has_next:
             return self.cut
+        # An episode is cut unless its last step terminated; one without steps has no such step.
         has_steps = np.diff(self.ends, prepend=0) > 0
         is_cut = np.ones(len(self.ends), bool)
         is_cut[has_steps] = ~self.columns[TERMINATED][:][self.ends[has_steps] - 1]
@@ -204,6 +211,7 @@ class Table:
         has_next, beyond = self.has_next, min(stop + 1, int(self.ends[-1]))
         first, last = np.searchsorted(self.ends, [start + 1, stop + 1])
         for name, column in self.columns.items():
+            # Observations need their next rows too, unless the table has next observations.
             if has_next or not is_seen(name):
                 rows = column[start:stop]
                 # Users may write to what they get, which must not change a column in memory.
@@ -233,7 +241,7 @@ class TableFormat(Indexed):
         """Returns the facts about the dataset, from its columns' shapes and the episodes' ends."""
         with self.table(source) as table:
             lengths = np.diff(table.ends, prepend=0).astype(np.int64)
-            notes = (*table.notes, *left_out_note(table.left_out))
+            notes = (*table.notes, *note_left_out(table.left_out))
             facts, metadata = table.facts, table.metadata
             return Description(table.spec, lengths, table.is_cut, facts, metadata, notes)
 
@@ -246,6 +254,7 @@ class TableFormat(Indexed):
     def blocks(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
         """Yields the steps of these episodes in blocks; neighbours in the files share blocks."""
         with self.table(source) as table:
+            # Join neighbours, to read them together, and divide ranges longer than a block.
             steps, ranges = int(table.ends[-1]) if len(table.ends) else 0, list[tuple[int, int]]()
             rows = max(1, _BLOCK * steps // max(1, declared_nbytes(table.columns)))
             for start, stop in map(table.bounds, numbers):
@@ -284,29 +293,33 @@ class EpisodeFormat(Indexed):
     def describe(self, source: Source) -> Description:
         """Returns the facts about the dataset, from the shapes and flags of all episodes."""
         spec, lengths, is_cut = None, list[int](), list[bool]()
-        every, left_out, more = list[Mapping[str, Any]](), set[str](), set[str]()
+        every_facts, left_out, table_notes = list[Mapping[str, Any]](), set[str](), set[str]()
         limit = ExpansionLimit(source, self.files(source), self.max_expansion)
         for where, table in self.tables(source, None):
             # Checked before anything is read; columns that share data count once.
-            own = {n: c for n, c in table.columns.items() if not getattr(c, "is_shared", True)}
-            limit.add(declared_nbytes(own))
+            columns = table.columns.items()
+            unshared = {name: c for name, c in columns if not getattr(c, "is_shared", True)}
+            limit.add(declared_nbytes(unshared))
             spec = table.spec if spec is None else spec
             check(table.spec == spec, where, f"the leaves of the first episode, {spec}", table.spec)
             lengths.append(int(table.ends[0]))
+            # Collect what the description says of each episode.
             is_cut.append(table.is_cut is not None and bool(table.is_cut[0]))
-            every.append(table.facts)
-            left_out, more = left_out | {*table.left_out}, more | {*table.notes}
+            every_facts.append(table.facts)
+            left_out, table_notes = left_out | {*table.left_out}, table_notes | {*table.notes}
         check(spec is not None, source, self.looks_for, "no episode")
+        # Make each fact an array, of objects if values have several types or some are missing.
         facts = dict[str, np.ndarray]()
-        for name in dict.fromkeys(name for each in every for name in each):
-            values = [each.get(name) for each in every]
+        for name in dict.fromkeys(name for each in every_facts for name in each):
+            values = [each.get(name) for each in every_facts]
             kinds = {type(value) for value in values}
             is_plain = len(kinds) == 1 and kinds < {int, float, bool, str, np.ndarray}
             facts[name] = np.array(values) if is_plain else np.fromiter(values, object, len(values))
+        # Add metadata and notes on the whole dataset.
         metadata, notes = self.about(source)
         if spec is not None and "reward" not in spec["next"]:
-            more.add("There are no rewards in the files.")
-        notes = (*sorted(more), *notes, *left_out_note(left_out))
+            table_notes.add("There are no rewards in the files.")
+        notes = (*sorted(table_notes), *notes, *note_left_out(left_out))
         cut = np.array(is_cut, bool) if any(is_cut) else None
         return Description(spec, np.array(lengths, np.int64), cut, facts, metadata, notes)
 
@@ -329,6 +342,7 @@ def _results(key: Hashable) -> list[Any]:
 
 def read_once(files: Iterable[str], key: Hashable, compute: Callable[[], Any]) -> Any:
     """Returns `compute()`, cached for `key` until one of the files changes."""
+    # A file that changes gets another inode, time or size, and the entry another key.
     stats = ((path, os.stat(path)) for path in files if os.path.exists(path))
     stamps = [(path, stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats]
     results = _results((key, *stamps))
@@ -351,6 +365,7 @@ def table_of(
     `combine_flags`), and where the value of `episode` changes. The ends are cached until `files`
     change; `key` holds the options on which they depend.
     """
+    # Read the flags once for unchanged files, and add them to the other columns.
     read = functools.partial(_read_ends, columns, source)
     # All tables of these files share the cached arrays, so they must not be written to.
     flags, ends, facts, notes = read_once(files, key, read) if files else read()
@@ -369,20 +384,23 @@ def _read_ends(
         "a column that tells where episodes end (done, terminated, truncated or episode)",
         f"{sorted(columns)}. Name it with mapping=",
     )
+    # Episodes end where their number changes; without numbers, any step may be the end of one.
     steps = len(next(iter(columns.values())))
     numbers, changes, may_end = np.zeros(0), np.zeros(steps, bool), np.arange(steps)
     if EPISODE in columns:
         numbers, changes = _episode_changes(columns[EPISODE][:], f"{source}: 'episode'")
         may_end = np.flatnonzero(changes)
     if TRUNCATED in columns and bootstrap_masks(columns):
-        # Time-outs that no step has tell nothing, while a mask may tell some.
-        is_told = flag_column(columns[TRUNCATED], TRUNCATED, source)[:].any()
-        columns = {name: each for name, each in columns.items() if is_told or name != TRUNCATED}
-    flagged = with_flags(columns, may_end + 1, source)
-    flags = {name: flagged[name][:] for name in (TERMINATED, TRUNCATED)}
+        # A flag of time-outs that is set nowhere says nothing, while a mask may imply some.
+        is_used = flag_column(columns[TRUNCATED], TRUNCATED, source)[:].any()
+        columns = {name: each for name, each in columns.items() if is_used or name != TRUNCATED}
+    # Read all flags, and find the ends.
+    flag_columns = with_flags(columns, may_end + 1, source)
+    flags = {name: flag_columns[name][:] for name in (TERMINATED, TRUNCATED)}
     notes = flag_notes(columns, flags[TERMINATED])
     ends = ends_of(flags[TERMINATED] | flags[TRUNCATED] | changes)
     facts = {EPISODE: numbers[ends - 1]} if EPISODE in columns else {}
+    # A leaf holds no texts, but numbers in their place.
     if numbers.dtype.kind not in "biufc":
         flags[EPISODE] = np.cumsum(changes, dtype=np.int64) - changes
         notes += (_TEXTS,)
@@ -393,6 +411,7 @@ def _episode_changes(numbers: np.ndarray, where: str) -> tuple[np.ndarray, np.nd
     """Returns numbers of episodes `[T]`, and bool `[T]`, True for the last step of each."""
     check(numbers.size == len(numbers), where, "a number for each step", list(numbers.shape))
     numbers = numbers.reshape(-1)
+    # Compare neighbours. A number that comes back later would belong to two episodes.
     changes = np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]
     values, counts = np.unique(numbers[changes], return_counts=True)
     got = f"those of {values[counts > 1][:5].tolist()} apart. Sort the rows by episode and time"
@@ -417,16 +436,20 @@ def combine_flags(
     truncated exists too, only at steps that are both. With neither done nor terminated, steps that
     `may_end` an episode, bool `[T]`, count as terminated where one of the masks is 0.
     """
-    none = np.zeros(steps, bool)
-    is_zero = np.any([mask == 0 for mask in masks], axis=0) | none
-    goes_on = np.all([(mask > 0) & (mask <= 1) for mask in masks], axis=0) & bool(masks)
-    late = goes_on & (True if truncated is None else truncated)
-    truncated = none if truncated is None else truncated
-    ends = (may_end & is_zero if done is None else done) & ~truncated
-    over = ends if terminated is None else terminated
-    late &= over
-    done = none if done is None else done
-    return over & ~late, truncated | late | (done & ~over)
+    # Find the steps where one of the masks is 0, and those where all of them say that a value
+    # follows.
+    never = np.zeros(steps, bool)
+    is_zero = np.any([mask == 0 for mask in masks], axis=0) | never
+    has_next = np.all([(mask > 0) & (mask <= 1) for mask in masks], axis=0) & bool(masks)
+    # Masks turn ends to truncated, but with a flag of truncation only where it says so too.
+    is_late = has_next & (True if truncated is None else truncated)
+    truncated = never if truncated is None else truncated
+    # Without terminated, derive it from done, or from the masks if there is no done either.
+    is_end = (may_end & is_zero if done is None else done) & ~truncated
+    is_over = is_end if terminated is None else terminated
+    is_late &= is_over
+    done = never if done is None else done
+    return is_over & ~is_late, truncated | is_late | (done & ~is_over)
 
 
 def is_set(flags: np.ndarray) -> np.ndarray:
@@ -446,6 +469,7 @@ def sort_arrays(
     """Returns the numeric arrays, the arrays of texts `[T]`, and the names of all others."""
     numbers, texts = dict[str, Column](), dict[str, Column]()
     for name, array in arrays.items():
+        # Members of an archive that are no arrays are None; single values belong to no step.
         if array is None or not array.shape:
             continue
         kind = np.dtype(array.dtype).kind
@@ -484,14 +508,15 @@ def step_columns(
     roles = [ROLES[field] for field in FIELDS]
     parts = [name for name, leaf in leaves.items() if any(within(leaf, role) for role in roles)]
     lengths = {name: len(arrays[name]) for name in parts}
-    spare = {name: int(leaf.split("/")[0] in carried) for name, leaf in leaves.items()}
-    steps = min((length for name, length in lengths.items() if not spare[name]), default=0)
-    odd = {name for name in leaves if len(arrays[name]) not in (steps, steps + spare[name])}
+    num_spare = {name: int(leaf.split("/")[0] in carried) for name, leaf in leaves.items()}
+    # The shortest array of the transition gives the number of steps; some may have one row more.
+    steps = min((length for name, length in lengths.items() if not num_spare[name]), default=0)
+    odd = {name for name in leaves if len(arrays[name]) not in (steps, steps + num_spare[name])}
     check(odd.isdisjoint(lengths), source, "arrays of one length", lengths)
     return {leaf: arrays[name] for name, leaf in leaves.items() if name not in odd}, odd
 
 
-def left_out_note(names: Iterable[str]) -> tuple[str, ...]:
+def note_left_out(names: Iterable[str]) -> tuple[str, ...]:
     """Returns the note on the arrays that were left out, or no note if there are none."""
     left_out = ", ".join(f"'{name}'" for name in sorted(names))
     return (f"Left out, as no arrays of numbers for each step: {left_out}.",) * bool(left_out)
