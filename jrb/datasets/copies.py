@@ -70,6 +70,7 @@ def select_episodes(dataset: Any, fraction: float | None, episodes: Any) -> Any:
     if isinstance(episodes, int | np.integer) and not isinstance(episodes, bool):
         checks.count("episodes", int(episodes), len(dataset))
         return dataset[: int(episodes)]
+    # All else must be indices of episodes.
     numbers = np.asarray(episodes)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size:
         raise TypeError(
@@ -90,6 +91,7 @@ def fill_buffer(
     parts: dict[str, Any],
 ) -> tuple[ReplayBuffer, BufferState]:
     """Returns a buffer with all steps of a dataset, and its state; see `Dataset.buffer`."""
+    # Check the arguments before anything is read or written.
     if num_envs is not None:
         checks.count("num_envs", num_envs)
     for name in ("capacity", "writer"):
@@ -100,57 +102,78 @@ def fill_buffer(
             )
     is_right, expected = root is None or cache, "None without cache=True, which it is for"
     check(is_right, "buffer: root", expected, repr(root))
+    # Choose a writer with which all environments need not be equally full, if their streams differ.
     flow = deal_episodes(dataset, num_envs)
     check(flow.rows, "buffer", "at least one step", f"none in {dataset!r}")
     writer = ReadOnly(RoundRobin() if flow.is_even else PerEnvironment())
-    options = {"cast": True, **parts, "writer": writer}
-    buffer = ReplayBuffer(
-        flow.rows * (num_envs or 1), num_envs, **{"storage": storage or DeviceStorage(), **options}
-    )
+    options = {"storage": storage or DeviceStorage(), "cast": True, **parts, "writer": writer}
+    buffer = ReplayBuffer(flow.rows * (num_envs or 1), num_envs, **options)
     if cache:
-        for transform in parts.get("transforms", ()):
-            is_free = getattr(transform, "inverse", None) is None
-            expected = "transforms without an inverse, which changes what is stored"
-            got = f"{transform!r}. Leave it out, or name a MemmapStorage with a path"
-            check(is_free, "buffer: cache", expected, got)
-        path, digest = copy_of(dataset, num_envs, root_of(root))
-        copied = dataclasses.replace(buffer, storage=MemmapStorage(path))
-        state = _open_copy(copied, path, digest)
-        if state is None:
-            with lock_copy(path, wait=True):
-                state = _make_copy(flow, copied, path, digest, show)
-        return (copied, state) if storage is None else (buffer, rebuild(copied, state, buffer))
+        copy_buffer, state = _open_cached(dataset, flow, buffer, root, show)
+        if storage is None:
+            return copy_buffer, state
+        return buffer, rebuild(copy_buffer, state, buffer)
+    # A storage with a path is a copy in files, which a later call continues or opens.
     if isinstance(storage, MemmapStorage) and storage.path is not None:
         path = os.fspath(storage.path)
         return buffer, _make_copy(flow, buffer, path, _digest(dataset, num_envs), show)
-    plain = writable(buffer)
-    state = plain.init(dataset.spec)
-    for state, _, _ in write_streams(flow, plain, state, 0, show):  # noqa: B007, B020
+    # All other storages are filled at once.
+    writing = writable(buffer)
+    state = writing.init(dataset.spec)
+    for state, _, _ in write_streams(flow, writing, state, 0, show):  # noqa: B007, B020
         pass
     return buffer, state
+
+
+def _open_cached(
+    dataset: Any,
+    flow: Streams,
+    buffer: ReplayBuffer,
+    root: str | os.PathLike[str] | None,
+    show: bool | None,
+) -> tuple[ReplayBuffer, BufferState]:
+    """Returns the buffer over the dataset's copy in `root`, which is made if missing, and state."""
+    # All users of the copy share its items, so no transform may change them.
+    for transform in buffer.transforms:
+        is_free = getattr(transform, "inverse", None) is None
+        expected = "transforms without an inverse, which changes what is stored"
+        got = f"{transform!r}. Leave it out, or name a MemmapStorage with a path"
+        check(is_free, "buffer: cache", expected, got)
+    path, digest = copy_of(dataset, flow.num_envs, root_of(root))
+    copy_buffer = dataclasses.replace(buffer, storage=MemmapStorage(path))
+    # A complete copy is opened without the lock, also while another process opens it.
+    state = _open_copy(copy_buffer, path, digest)
+    if state is None:
+        with lock_copy(path, wait=True):
+            state = _make_copy(flow, copy_buffer, path, digest, show)
+    return copy_buffer, state
 
 
 def _make_copy(
     flow: Streams, buffer: ReplayBuffer, path: str, digest: bytes, show: bool | None
 ) -> BufferState:
     """Opens the copy in files at the path, or makes or continues it; returns the state."""
+    # A store that is open already belongs to the user, and is not closed after a failure.
     before = store_at(path)
     try:
         state = _open_copy(buffer, path, digest)
         if state is not None:
             return state
-        plain, rows = _writing_buffer(buffer), 0
+        writing, rows = _writing_buffer(buffer), 0
+        # Continue an unfinished copy at its last commit, or begin a new one.
         if _has_commit(path):
             _, state, rows = _load(path, buffer, digest)
             _log.warning("%s: continuing a copy that has %d of %d rows", path, rows, flow.rows)
         else:
-            state = plain.init(flow.datasets[0].spec)
+            state = writing.init(flow.datasets[0].spec)
         mark = lambda rows: {"rows": rows, "of": np.frombuffer(digest, np.uint8)}
-        for state, rows, is_due in write_streams(flow, plain, state, rows, show):  # noqa: B020
+        # Commit regularly, so that a crash loses only the last rows.
+        for state, rows, is_due in write_streams(flow, writing, state, rows, show):  # noqa: B020
             if is_due:
-                checkpoint.save(path, plain, state, extra=mark(rows))
-        if (buffer.sampler, buffer.unit) != (plain.sampler, plain.unit):
-            state = with_parts(plain, state, buffer)
+                checkpoint.save(path, writing, state, extra=mark(rows))
+        # Build the state of the user's parts once, and commit it: the copy is complete.
+        if (buffer.sampler, buffer.unit) != (writing.sampler, writing.unit):
+            state = with_parts(writing, state, buffer)
         checkpoint.save(path, buffer, state, extra=mark(flow.rows))
         return state
     except BaseException:
@@ -166,6 +189,7 @@ def _open_copy(buffer: ReplayBuffer, path: str, digest: bytes) -> BufferState | 
     if not _has_commit(path):
         return None
     description, state, _ = _load(path, buffer, digest)
+    # A writer other than `ReadOnly` marks a copy that is not complete.
     if description.writer.writes:
         return None
     return state if description == buffer else with_parts(description, state, buffer)
@@ -188,12 +212,15 @@ def _writing_buffer(buffer: ReplayBuffer) -> Any:
 def _load(path: str, buffer: ReplayBuffer, digest: bytes) -> tuple[Any, BufferState, int]:
     """Returns the saved buffer, its state and the number of rows; raises for another dataset."""
     cause = None
+    # The copy may be complete or not, or have been made with other parts, which it then describes
+    # itself.
     for given in (buffer, _writing_buffer(buffer), None):
         try:
             description, state, mark = checkpoint.load(path, given, extra=_MARK, verify=False)
         except ValueError as error:
             cause = error
             continue
+        # The digest says which dataset, episodes and options the copy is of.
         if mark["of"].tobytes() != digest:
             break
         return description, state, mark["rows"]
@@ -216,17 +243,22 @@ def root_of(root: str | os.PathLike[str] | None) -> str:
 
 def copy_of(dataset: Any, num_envs: int | None, root: str) -> tuple[str, bytes]:
     """Returns the path of a dataset's copy, and the 32-byte digest of its content."""
+    # A note saves reading all files again: it is named by their sizes and times, and has the digest
+    # of their content.
     note = os.path.join(root, ".known", _digest(dataset, num_envs).hex())
     make_folder(os.path.dirname(note))
     content = b""
     with contextlib.suppress(FileNotFoundError), open(note, "rb") as file:
         content = file.read()
-    if len(content) != _SIZE:  # no note of files with these sizes and times
+    # Without a note on files of these sizes and times, read them all, and write the note.
+    if len(content) != _SIZE:
         content = _digest(dataset, num_envs, reads=True)
+        # Replace the note at once, as other processes may read it.
         with open(f"{note}.{os.getpid()}", "wb") as file:
             file.write(content)
         os.replace(file.name, note)
     source = dataset.source
+    # The copy's name begins with that of the files, for people who look into the folder.
     whole = os.path.basename(source) if isinstance(source, str) else dataset.format.name
     return os.path.join(root, f"{os.path.splitext(whole)[0]}-{content.hex()[:16]}"), content
 
@@ -235,6 +267,7 @@ def copy_of(dataset: Any, num_envs: int | None, root: str) -> tuple[str, bytes]:
 def lock_copy(path: str, wait: bool) -> Iterator[None]:
     """Locks a copy to make or remove it; if another process has the lock, waits or raises."""
     root, name = os.path.split(path)
+    # Locks are in a folder of their own, as the copy's folder may not exist yet.
     locks, is_warned = os.path.join(root, ".locks"), False
     make_folder(locks)
     folder = Folder(locks)
@@ -245,6 +278,7 @@ def lock_copy(path: str, wait: bool) -> Iterator[None]:
         except LockedError:
             if not wait:
                 raise
+        # Warn once, and try again until the other process has finished or died.
         if not is_warned:
             _log.warning("%s: waiting for another process, which makes this copy", path)
         is_warned = True
@@ -261,6 +295,7 @@ def _digest(dataset: Any, num_envs: int | None, reads: bool = False) -> bytes:
     Files count by their content if `reads` is True, else by path, size and time of change.
     """
     source = dataset.source
+    # A concatenation has the files of all its datasets; an object in memory has none.
     if isinstance(source, tuple):
         files: list[Any] = [_digest(part, None, reads).hex() for part in source]
     elif not isinstance(source, str):
@@ -270,6 +305,7 @@ def _digest(dataset: Any, num_envs: int | None, reads: bool = False) -> bytes:
         )
     else:
         files = []
+        # Paths count only in notes: a copy stays valid if its files are moved.
         for path in _files(source):
             about = os.stat(path)
             if not reads:
@@ -278,6 +314,7 @@ def _digest(dataset: Any, num_envs: int | None, reads: bool = False) -> bytes:
             with open(path, "rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
             files.append((os.path.relpath(path, source), content))
+    # Add all else on which the stored items depend, JAX's dtypes included.
     leaves = jax.tree_util.tree_leaves_with_path(dataset.spec)
     spec = [(leaf_name(path), str(leaf.dtype), leaf.shape) for path, leaf in leaves]
     is_x64 = jax.dtypes.canonicalize_dtype(float).itemsize == 8
@@ -292,6 +329,7 @@ def _files(source: str) -> Iterator[str]:
         yield source
     visited = set[str]()
     for folder, folders, names in os.walk(source, followlinks=True):
+        # Links may lead back to a folder above, so each folder is entered once.
         folders[:] = [] if os.path.realpath(folder) in visited else sorted(folders)
         visited.add(os.path.realpath(folder))
         paths = (os.path.join(folder, name) for name in sorted(names))

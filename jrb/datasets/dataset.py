@@ -79,8 +79,8 @@ class Dataset(Sequence[Episode]):
     @property
     def lengths(self) -> np.ndarray:
         """The number of steps of each episode, int64 `[K]`."""
-        dropped = self.cut if self.final == "drop" else 0
-        return np.maximum(self.description.lengths[self.numbers] - dropped, 0)
+        num_dropped = self.cut if self.final == "drop" else 0
+        return np.maximum(self.description.lengths[self.numbers] - num_dropped, 0)
 
     @property
     def cut(self) -> np.ndarray:
@@ -103,6 +103,7 @@ class Dataset(Sequence[Episode]):
     def spec(self) -> Any:
         """The shapes and dtypes of one step, a nested dict of `jax.ShapeDtypeStruct`."""
         names = ["terminated", "truncated", "done", *["valid"] * self._is_marked]
+        # Flags are bool `[]` whatever the files store.
         flags = dict.fromkeys(names, jax.ShapeDtypeStruct((), np.dtype(bool)))
         spec = self.description.spec
         return {**spec, "next": {**spec["next"], **flags}}
@@ -122,10 +123,10 @@ class Dataset(Sequence[Episode]):
         """Sentences for users about data that was lost or left out, and about assumptions."""
         notes = tuple(map(authoring.printable, self.description.notes))
         if count := int(self.cut.sum()):
-            kept = "left out" if self.final == "drop" else "kept, with zeros and next/valid=False"
+            how = "left out" if self.final == "drop" else "kept, with zeros and next/valid=False"
             notes += (
                 f"The observation after the last step is in no file for {count} of {len(self)} "
-                f"episodes, which would need it: these steps are {kept}.",
+                f"episodes, which would need it: these steps are {how}.",
             )
         return notes
 
@@ -184,6 +185,7 @@ class Dataset(Sequence[Episode]):
         check("reward" in self.spec["next"], "returns", "a leaf 'next/reward'", got)
         spec, lengths = self.spec["next"]["reward"], self.lengths.tolist()
         returns = jax.tree.map(lambda leaf: np.zeros((len(self), *leaf.shape)), spec)
+        # Formats yield the rewards of dropped last steps too, so cut them off.
         for number, rewards in enumerate(self.format.rewards(self.source, self.numbers.tolist())):
             for sums, leaf in zip(jax.tree.leaves(returns), jax.tree.leaves(rewards), strict=True):
                 sums[number] = leaf[: lengths[number]].sum(axis=0, dtype=np.float64)
@@ -204,11 +206,14 @@ class Dataset(Sequence[Episode]):
         Episodes keep their order. At least one is kept, and of equal returns the earlier ones.
         """
         checks.fraction("fraction", fraction)
+        # Without a single return for each episode there is no order of episodes.
         count, returns = max(1, round(fraction * len(self))), self.returns()
         shape = jax.tree.map(np.shape, returns)
         got = f"them in shape {shape}. Choose by one of them, and take these: "
         got += "dataset.only(dataset.numbers[...])"
         check(shape == (len(self),), "best", "one return for each episode", got)
+        # A stable sort keeps the earlier of equal returns; the second sort restores the order of
+        # the episodes.
         order = np.argsort(-returns, kind="stable")[:count]
         return self.only(self.numbers[np.sort(order)])
 
@@ -272,9 +277,9 @@ class Dataset(Sequence[Episode]):
             >>> buffer.sample(state, jax.random.key(0)).data["observation"].shape
             (2, 4)
         """
-        chosen = copies.select_episodes(self, fraction, episodes)
+        selection = copies.select_episodes(self, fraction, episodes)
         parts |= {"sampler": sampler, "unit": unit, "transforms": transforms}
-        return copies.fill_buffer(chosen, storage, num_envs, cache, root, progress, parts)
+        return copies.fill_buffer(selection, storage, num_envs, cache, root, progress, parts)
 
     @escaped_errors()
     def preprocess(
@@ -358,10 +363,9 @@ class Dataset(Sequence[Episode]):
     def _read(
         self, read: Callable[[Source, list[int]], Iterator[Episode]], each: bool
     ) -> Iterator[Episode]:
-        """Yields blocks of steps with all flags; raises if the files have changed.
-
-        If `each` is True, each block is one episode.
-        """
+        """Yields blocks, or `each` episode, with all flags; raises if the files have changed."""
+        # Find the indices of last steps among all steps, and of last steps without a next
+        # observation. Episodes without steps have none.
         lengths = self.description.lengths[self.numbers]
         stops, total, stop, number = np.cumsum(lengths), int(lengths.sum()), 0, -1
         last, cut = (stops - 1)[lengths > 0], self.cut[lengths > 0]
@@ -371,12 +375,15 @@ class Dataset(Sequence[Episode]):
             try:
                 for number, block in enumerate(read(self.source, self.numbers.tolist())):
                     start, stop = stop, stop + count_steps(block)
+                    # The files have changed if there are more steps than described, or an episode
+                    # has another length.
                     if stop > total or (each and stop != stops[number]):
                         raise IndexError("an episode has another length")
                     yield self._with_flags(block, ends, lacking, start, stop)
                 if stop != total:
                     raise IndexError("there are fewer episodes")
-            except IndexError as error:  # formats raise it for a missing episode
+            except IndexError as error:
+                # Formats raise it for a missing episode too.
                 what = "episode" if each else "block"
                 raise ValueError(
                     f"expected {total} steps in all, as when the dataset was opened, got {stop} up "
@@ -390,15 +397,19 @@ class Dataset(Sequence[Episode]):
 
         `ends` are the last steps of episodes, and `lacking` those without a next observation.
         """
+        # Take the entries within the block, counted from its start.
         ends, lacking = (
             steps[slice(*np.searchsorted(steps, [start, stop]))] - start
             for steps in (ends, lacking)
         )
+        # Bring numbers into native byte order; this copies only leaves in another order.
         block = jax.tree.map(lambda leaf: leaf.astype(native_dtype(leaf.dtype), copy=False), block)
+        # The last step of an episode is done: without termination it counts as truncated.
         terminated = np.asarray(block["next"]["terminated"], bool)
         truncated = np.array(block["next"]["truncated"], bool)
         truncated[ends] |= ~terminated[ends]
         flags = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
+        # Mark the steps without a next observation, or leave them out.
         valid = np.ones(stop - start, bool)
         valid[lacking] = False
         if self._is_marked:

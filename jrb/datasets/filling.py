@@ -56,34 +56,38 @@ def write_streams(
     Yields, after each piece, the state, the number of rows written, and True if a commit is due.
     Rewards that are NaN or infinite are kept; a warning is logged.
     """
-    methods, last, num_odd, first_odd = jitted(buffer), rows, 0, np.inf
+    methods, last, num_nonfinite, first_episode = jitted(buffer), rows, 0, np.inf
     with track_progress(flow.rows, "reading", show) as advance:
         advance(rows)
         for items, mask, count in _pieces(flow, rows):
+            # Count rewards that are not finite, and find the first episode that has one.
             for reward in jax.tree.leaves(items["next"].get("reward", ())):
                 if reward.dtype.kind in "biu":
                     continue
-                odd = ~np.isfinite(reward)
-                num_odd += int(odd.sum())
+                is_nonfinite = ~np.isfinite(reward)
+                num_nonfinite += int(is_nonfinite.sum())
+                # The lengths of a stream's episodes say which of them has a row.
                 for env, dataset in enumerate(flow.datasets):
-                    column = odd if flow.num_envs is None else odd[:, env]
+                    column = is_nonfinite if flow.num_envs is None else is_nonfinite[:, env]
                     steps = rows + np.flatnonzero(column.reshape(len(column), -1).any(axis=1))
                     places = np.searchsorted(np.cumsum(dataset.lengths), steps, side="right")
-                    first_odd = min([first_odd, *dataset.numbers[places].tolist()])
+                    first_episode = min([first_episode, *dataset.numbers[places].tolist()])
+            # Write the piece, and report whether enough was written for a commit.
             state = methods.extend(state, items, mask)
             advance(count)
             rows += count
             is_due = (rows - last) * flow.row_bytes >= _BETWEEN
             last = rows if is_due else last
             yield state, rows, is_due
-    if num_odd:
+    # One warning for the whole dataset, not one for each piece.
+    if num_nonfinite:
         source = flow.datasets[0].source
         _log.warning(
             "%s: %d rewards are NaN or infinite, the first in episode %d: they are kept as they "
             "are. Dataset.filter leaves such episodes out",
             source if isinstance(source, str) else type(source).__name__,
-            num_odd,
-            first_odd,
+            num_nonfinite,
+            first_episode,
         )
 
 
@@ -93,17 +97,20 @@ def _pieces(flow: Streams, start: int) -> Iterator[tuple[Episode, Any, int]]:
     All pieces have one length, so that one compiled program writes them. Items are zero, and the
     mask is False, where a stream has ended. Full pieces of equally long streams have no mask.
     """
+    # Cut each stream into blocks of one size, and take them from all streams in step.
     size = max(1, min(_PIECE // flow.row_bytes, flow.rows - start))
     parts = [regroup_steps(_blocks_after(dataset, start), size) for dataset in flow.datasets]
     for blocks in itertools.zip_longest(*parts):
         counts = [0 if block is None else count_steps(block) for block in blocks]
         some = blocks[int(np.argmax(counts))]
+        # Fill rows `[size, E, ...]`, which stay zero where a stream has no more steps.
         lead = (size, len(blocks))
         items = jax.tree.map(lambda x, s=lead: np.zeros((*s, *x.shape[1:]), x.dtype), some)
         for env, block in enumerate(blocks):
             if block is not None:
                 put = lambda target, leaf, env=env: np.copyto(target[: len(leaf), env], leaf)
                 jax.tree.map(put, items, block)
+        # Equally long streams end in the same row, so they need a mask of rows only, or none.
         mask = np.arange(size)[:, None] < counts
         if flow.is_even:
             mask = None if mask.all() else mask[:, 0]
@@ -114,6 +121,7 @@ def _pieces(flow: Streams, start: int) -> Iterator[tuple[Episode, Any, int]]:
 
 def _blocks_after(dataset: Any, skip: int) -> Iterator[Episode]:
     """Yields the blocks of a dataset without its first `skip` steps."""
+    # Skip whole episodes by their number, and the first steps of the next one by reading them.
     ends = np.cumsum(dataset.lengths)
     first = int(np.searchsorted(ends, skip, side="right"))
     skip -= int(ends[first - 1]) if first else 0

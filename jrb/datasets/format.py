@@ -100,8 +100,10 @@ class Format(abc.ABC):
         """Yields the episodes at the indices `numbers`; by default, reads all before them too."""
         place, episodes = 0, iter(())
         for number in numbers:
+            # Begin again if this episode comes before the place that the iterator has reached.
             if number < place or place == 0:
                 place, episodes = 0, self.episodes(source)
+            # Read past the episodes between, as only subclasses know how to skip them.
             for _ in range(number - place):
                 next(episodes)
             place = number + 1
@@ -145,6 +147,7 @@ def regroup_steps(blocks: Iterator[Episode], rows: int) -> Iterator[Episode]:
     parts: list[Episode] = []
     count = 0
     for block in blocks:
+        # Cut the block where a block of `rows` steps becomes full.
         steps, start = count_steps(block), 0
         while start < steps:
             stop = min(steps, start + rows - count)
@@ -162,10 +165,12 @@ def spec_of(arrays: Any) -> Any:
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), native_dtype(leaf.dtype)),
         arrays,
+        # Columns are no pytrees, but have a shape and a dtype as arrays have.
         is_leaf=lambda leaf: hasattr(leaf, "shape"),
     )
 
 
 def native_dtype(dtype: DTypeLike) -> np.dtype:
     """Returns a dtype with this machine's byte order."""
+    # The scalar type of a dtype has no byte order, and stands for the native one.
     return np.dtype(np.dtype(dtype).type)

@@ -29,9 +29,11 @@ class Concatenation(Indexed):
     def describe(self, source: Source) -> Description:
         """Returns the facts about all episodes; `dataset` is the index of an episode's dataset."""
         concat = np.concatenate
+        # Keep the facts that all datasets have, and add those of the concatenation.
         names = set.intersection(*(set(part.facts) for part in source))
         facts = {name: concat([part.facts[name] for part in source]) for name in sorted(names)}
         facts["complete"] = concat([part.complete for part in source])
+        # A dataset that drops last steps has no steps without a next observation.
         cuts = [part.cut if part.final == "keep" else np.zeros(len(part), bool) for part in source]
         notes = itertools.chain.from_iterable(part.description.notes for part in source)
         return Description(
@@ -61,8 +63,10 @@ def _through(
     source: tuple[Dataset, ...], numbers: Sequence[int], read: Callable[[Dataset], Iterator[Any]]
 ) -> Iterator[Any]:
     """Yields the results of `read` for these episodes, in one call for neighbours of a dataset."""
+    # Find the dataset of each episode; `first` has the number of each dataset's first episode.
     first = np.cumsum([0, *map(len, source)])
     which = np.searchsorted(first, numbers, side="right") - 1
+    # Read neighbours in one call, so that a format opens its files once for all of them.
     for part, group in itertools.groupby(zip(which.tolist(), numbers, strict=True), lambda x: x[0]):
         places = [number - int(first[part]) for _, number in group]
         yield from read(source[part].only(source[part].numbers[places]))
@@ -86,26 +90,35 @@ def concatenate(*datasets: Dataset) -> Dataset:
             the message names the leaf.
         TypeError: an argument is not a dataset.
     """
-    _check_alike(_numbered(datasets))
+    _name_datasets(datasets)
     description = Concatenation().describe(datasets)
     return Dataset(datasets, Concatenation(), description, np.arange(len(description.lengths)))
 
 
-def _check_alike(datasets: Mapping[str, Any]) -> None:
-    """Raises unless all are datasets whose steps have the same spec, `next/valid` aside."""
+def _name_datasets(datasets: Mapping[str, Any] | Sequence[Any]) -> dict[str, Dataset]:
+    """Returns datasets by their names, or by numbers; raises if their steps' specs differ.
+
+    Leaves that datasets add, such as `next/valid`, may differ.
+    """
+    if isinstance(datasets, Mapping):
+        named = dict(datasets)
+    else:
+        named = {str(number): part for number, part in enumerate(datasets)}
     first: dict[str, str] = {}
-    for name, part in datasets.items():
+    for name, part in named.items():
         if not isinstance(part, Dataset):
             raise TypeError(f"expected datasets, got {type(part).__name__}.")
+        # Compare the leaves by name, to name the first one that differs.
         leaves = jax.tree_util.tree_leaves_with_path(_without_marks(part.spec))
         forms = {leaf_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
         first = first or forms
         for leaf in sorted(first.keys() | forms.keys()):
             want, got = first.get(leaf, "nothing"), forms.get(leaf, "nothing")
-            expected = f"{want}, as dataset {next(iter(datasets))} has it"
+            expected = f"{want}, as dataset {next(iter(named))} has it"
             cure, where = "Bring them to one form with preprocess", f"dataset {name}: leaf '{leaf}'"
             check(want == got, where, expected, f"{got}. {cure}")
-    check(datasets, "datasets", "at least one dataset", "none")
+    check(named, "datasets", "at least one dataset", "none")
+    return named
 
 
 def mix(
@@ -131,8 +144,8 @@ def mix(
             the datasets, are negative or not finite, or are all 0.
         TypeError: one of the datasets is something else.
     """
-    named = dict(datasets) if isinstance(datasets, Mapping) else _numbered(datasets)
-    _check_alike(named)
+    named = _name_datasets(datasets)
+    # Bring the weights into the order of the datasets.
     if weights is None:
         weights = [part.transitions for part in named.values()]
     by_name = (
@@ -143,17 +156,16 @@ def mix(
     numbers = np.array([by_name[name] for name in named], np.float64)
     is_right = np.isfinite(numbers).all() and (numbers >= 0).all() and numbers.any()
     check(is_right, "weights", "finite numbers of at least 0, not all 0", numbers.tolist())
+    # Buffers of one mix need the same leaves. If one dataset has `next/valid`, take all from the
+    # concatenation, where all have it.
     whole = concatenate(*named.values())
-    if "valid" in whole.spec["next"]:  # then all have that leaf
+    if "valid" in whole.spec["next"]:
         stops = np.cumsum([0, *map(len, named.values())]).tolist()
         sources = [whole[start:stop] for start, stop in itertools.pairwise(stops)]
     else:
         sources = list(named.values())
+    # Fill a buffer from each dataset.
     pairs = [source.buffer(batch_size=batch_size, **parts) for source in sources]
     buffers, states = zip(*pairs, strict=True)
     shares = tuple((numbers / numbers.sum()).tolist())
     return Mix(buffers, shares, batch_size=batch_size), states
-
-
-def _numbered(datasets: Any) -> dict[str, Any]:
-    return {str(number): dataset for number, dataset in enumerate(datasets)}

@@ -56,6 +56,7 @@ def open(
         TypeError: the format does not have one of the options.
     """
     checks.choice("final", final, ("keep", "drop"))
+    # A path that does not exist may be the id of a Minari dataset.
     if isinstance(source, str | os.PathLike):
         name, source = os.fspath(source), absolute_path(source, "source")
         if not os.path.exists(source):
@@ -64,35 +65,32 @@ def open(
             raise UnknownFormatError(
                 f"{source}: expected a file or a folder, got a pipe, a socket or a device."
             )
-    chosen: Any = choose_format(source, format)
-    fields = [field.name for field in dataclasses.fields(chosen)]
+    # Choose the format, and check the options before anything is read.
+    reader: Any = choose_format(source, format)
+    fields = [field.name for field in dataclasses.fields(reader)]
     if unknown := sorted(options.keys() - set(fields)):
         raise TypeError(
-            f"open: expected options of the format '{chosen.name}' ({', '.join(fields)}), got "
+            f"open: expected options of the format '{reader.name}' ({', '.join(fields)}), got "
             f"{', '.join(unknown)}."
         )
-    chosen = (dataclasses.replace(chosen, **options) if options else chosen).snapshot(source)
-    description = chosen.describe(source)
-    return Dataset(source, chosen, description, np.arange(len(description.lengths)), final)
+    # Fix the format to the present content, so that all later reads agree with the description.
+    reader = (dataclasses.replace(reader, **options) if options else reader).snapshot(source)
+    description = reader.describe(source)
+    return Dataset(source, reader, description, np.arange(len(description.lengths)), final)
 
 
 def _find_minari_folder(name: Any, path: Any) -> str:
-    """Returns the folder of the local Minari dataset with the id `name`.
-
-    Raises:
-        FileNotFoundError: `name` is not an id, or this machine has no such dataset; the message
-            says that `path` does not exist.
-    """
+    """Returns the folder of the Minari dataset `name`; raises that `path` and it do not exist."""
     if not isinstance(name, str) or not _MINARI_ID.fullmatch(name):
         raise FileNotFoundError(f"{path}: no such file or directory.")
     root = os.environ.get("MINARI_DATASETS_PATH") or "~/.minari/datasets"
-    found = os.path.join(absolute_path(root, "MINARI_DATASETS_PATH"), name)
-    if not os.path.isdir(found):
+    folder = os.path.join(absolute_path(root, "MINARI_DATASETS_PATH"), name)
+    if not os.path.isdir(folder):
         raise FileNotFoundError(
-            f"{path}: no such file or directory, nor a Minari dataset at {found}. "
+            f"{path}: no such file or directory, nor a Minari dataset at {folder}. "
             f"`minari download {name}` fetches it, or set MINARI_DATASETS_PATH."
         )
-    return found
+    return folder
 
 
 def formats() -> dict[str, Format]:
@@ -114,14 +112,17 @@ def choose_format(source: Source, format: str | Format | None = None) -> Format:
     if format is not None:
         check(format in by_name, "format", f"one of {[*by_name]}", repr(format))
         return by_name[format]
+    # The first format that matches wins.
     for each in by_name.values():
         if each.matches(source):
             return each
+    # No format matches a damaged file either, so look for damage before the source is called
+    # unknown.
     hint = check_whole(source) if isinstance(source, str) else ""
-    looked = "".join(f"\n  {each.name}: {each.looks_for}" for each in by_name.values())
+    tried = "".join(f"\n  {each.name}: {each.looks_for}" for each in by_name.values())
     raise UnknownFormatError(
         f"{source!r}: expected a dataset, got something that no format matches. "
-        f"Looked for:{looked}\nName the format with format=..., or write one "
+        f"Looked for:{tried}\nName the format with format=..., or write one "
         f"(jrb.datasets.Format).{hint}"
     )
 
@@ -142,11 +143,13 @@ def list(root: str | os.PathLike[str] | None = None) -> dict[str, Dataset]:
     def search(path: str, depth: int) -> None:
         for name in sorted(os.listdir(path)) if depth and os.path.isdir(path) else ():
             inner = os.path.join(path, name)
+            # Hidden folders have notes and locks; links may lead out of the folder.
             if name.startswith(".") or os.path.islink(inner):
                 continue
             try:
                 datasets[os.path.relpath(inner, folder)] = open(inner)
             except (ValueError, OSError):
+                # A folder that is no dataset may contain some.
                 search(inner, depth - 1)
 
     search(folder, _DEPTH)
@@ -177,10 +180,11 @@ def delete(name: str, root: str | os.PathLike[str] | None = None) -> None:
 def path_in(name: str, root: str | os.PathLike[str] | None) -> str:
     """Returns the path of the dataset `name` in a folder; raises if it does not exist."""
     folder = copies.root_of(root)
+    # A name must not lead out of the folder, neither by its parts nor by links on its way.
     path = os.path.normpath(os.path.join(folder, name))
-    inside = os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep)
-    inside &= path.startswith(folder + os.sep) and not os.path.islink(path)
-    check(inside, "delete", f"the name of a dataset in {folder}", repr(name))
+    is_inside = os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep)
+    is_inside &= path.startswith(folder + os.sep) and not os.path.islink(path)
+    check(is_inside, "delete", f"the name of a dataset in {folder}", repr(name))
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file or directory.")
     return path
@@ -195,11 +199,13 @@ def lock_dataset(path: str) -> Iterator[removal.IsOwn]:
     is_own: removal.IsOwn = lambda path, name: False
     if os.path.islink(path):  # only the link is removed
         yield is_own
+    # The files of jrb's own store are recognised by the store, all others by their format.
     elif os.path.isdir(path):
         is_ours = commits.numbers(Folder(path))
         is_own = removal.is_of_store if is_ours else choose_format(path).is_own
         with removal.locked(path, is_own):
             yield is_own
+    # A checkpoint in one file has a lock next to it.
     elif hdf5.is_own(path):
         with hdf5.locked(path):
             yield is_own
@@ -213,4 +219,5 @@ def discard(path: str, is_own: removal.IsOwn) -> None:
     if os.path.isdir(path) and not os.path.islink(path):
         removal.discard(path, is_own)
     else:
+        # A link is removed, and not the files to which it leads.
         os.unlink(path)

@@ -35,17 +35,20 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
     new = folder.path_of(temporary)
     try:
         yield new
-        folders = list(os.walk(new))  # none if it is a file
+        # Sync all files and then all folders: a rename must not become durable before them.
+        folders = list(os.walk(new))
         files = [os.path.join(inner, each) for inner, _, names in folders for each in names]
         for path in files if folders else [new]:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         for inner, *_ in folders:
             Folder(inner).sync()
-        check_absent(target)  # another program may have created it meanwhile
+        # Another program may have created the path meanwhile.
+        check_absent(target)
         folder.replace(temporary, name)
         folder.sync()
     finally:
+        # After the rename nothing is there any more, so this removes only an unfinished result.
         shutil.rmtree(new, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(new)
@@ -62,12 +65,14 @@ def track_progress(
     if show is not None:
         checks.flag("progress", show)
     rich: Any = None
+    # A missing package is an error only if the user asks for the bar.
     if show or (show is None and sys.stderr.isatty()):
         with contextlib.nullcontext() if show else contextlib.suppress(ModuleNotFoundError):
             rich = require("rich.progress", "datasets")
     if rich is None:
         yield lambda steps: None
         return
+    # Show the bar on stderr, so that stdout stays free for results.
     console = require("rich.console", "datasets")
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn()
     bar = rich.Progress(*columns, rich.TimeRemainingColumn(), console=console.Console(stderr=True))

@@ -47,27 +47,32 @@ def split_trajectories(
         >>> join_trajectories(padded, mask)["x"].tolist()
         [0, 1, 2, 3, 4]
     """
-    over, stops = _ends(items, keys, "split_trajectories")
+    is_end, stops = _ends(items, keys, "split_trajectories")
+    # Find the bounds of the trajectories, and check that the longest one fits.
     starts = np.concatenate([[0], stops[:-1]])[: len(stops)]
     longest = int((stops - starts).max(initial=0))
     is_enough = length is None or length >= longest
     check(is_enough, "length", f"at least {longest}, the longest one", length)
+    # Index the items `[K, L]`; padding repeats an item here and is zeroed below.
     place = starts[:, None] + np.arange(longest if length is None else length)
-    mask, index = place < stops[:, None], np.minimum(place, max(len(over) - 1, 0))
-    running = (stops == len(over)) & ~over[-1:].any()
+    mask, index = place < stops[:, None], np.minimum(place, max(len(is_end) - 1, 0))
+    # Only the last trajectory can lack a flag.
+    is_running = (stops == len(is_end)) & ~is_end[-1:].any()
 
-    def padded(leaf: Any) -> Any:
+    def pad(leaf: Any) -> Any:
         leaf = leaf[index]
+        # NumPy leaves are fresh copies after indexing, so they can be zeroed in place.
         if not isinstance(leaf, jax.Array):
             leaf[~mask] = np.zeros((), leaf.dtype)
             return leaf
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf  # PRNG keys have no zero, so their padding is not zeroed
-        shown = jnp.asarray(mask).reshape(*mask.shape, *(1,) * (leaf.ndim - 2))
-        return jnp.where(shown, leaf, jnp.zeros((), leaf.dtype))
+        is_item = jnp.asarray(mask).reshape(*mask.shape, *(1,) * (leaf.ndim - 2))
+        return jnp.where(is_item, leaf, jnp.zeros((), leaf.dtype))
 
+    # Masks are JAX arrays if one leaf is, so that they can be used together.
     xp = jnp if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(items)) else np
-    return jax.tree.map(padded, items), xp.asarray(mask), xp.asarray(running)
+    return jax.tree.map(pad, items), xp.asarray(mask), xp.asarray(is_running)
 
 
 def join_trajectories(padded: Any, mask: Any) -> Any:
@@ -88,6 +93,7 @@ def join_trajectories(padded: Any, mask: Any) -> Any:
         is_right, where = mask.ndim == 2 and leaf.shape[:2] == mask.shape, leaf_name(path)
         expected = f"a shape from {mask.shape} on, as the mask has, [K, L]"
         check(is_right, f"join_trajectories: leaf '{where}'", expected, leaf.shape)
+    # The indices come row by row, and thus in order of time.
     index = np.nonzero(mask)
     return jax.tree.map(lambda leaf: leaf[index], padded)
 
@@ -111,22 +117,20 @@ def returns(items: Any, *, keys: Keys = TED) -> Any:
     """
     _, stops = _ends(items, keys, "returns")
 
-    def summed(rewards: Any) -> np.ndarray:
+    def sum_episodes(rewards: Any) -> np.ndarray:
         rewards = np.asarray(rewards)
         parts = np.split(rewards, stops[:-1]) if len(stops) else []
         sums = [part.sum(axis=0, dtype=np.float64) for part in parts]
         return np.array(sums, np.float64).reshape(len(sums), *rewards.shape[1:])
 
-    return jax.tree.map(summed, keys.get(items, "reward"))
+    return jax.tree.map(sum_episodes, keys.get(items, "reward"))
 
 
 def _ends(items: Any, keys: Keys, who: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns bool `[T]`, True for items that a flag or a new episode number marks as last.
-
-    Also returns the end of each trajectory, int64 `[K]`; the last item always ends one.
-    """
+    """Returns bool `[T]`, True for items marked as last, and the end of each trajectory `[K]`."""
     leaves = jax.tree_util.tree_leaves_with_path(items)
     shapes = {leaf_name(path): np.shape(leaf) for path, leaf in leaves}
+    # All leaves need a first axis of the same length.
     leads = {shape[:1] for shape in shapes.values()}
     is_right = len(leads) == 1 and leads != {()}
     check(is_right, who, "leaves [T, ...] of one length, time first", f"shapes {shapes}")
@@ -135,14 +139,17 @@ def _ends(items: Any, keys: Keys, who: str) -> tuple[np.ndarray, np.ndarray]:
     got = f"items with the leaves {leaf_names(items)}. Name the right ones with "
     got += "keys=jrb.Keys(done=...)"
     check(flags or keys.episode is not None, "done", "a leaf such as 'next/done'", got)
+    # A flag with an axis of environments would mix their steps.
     for name, flag in flags.items():
         expected = f"shape ({steps},) or ({steps}, 1)"
         is_right, got = flag.shape in ((steps,), (steps, 1)), f"{flag.shape}. Split each "
         check(is_right, f"done: leaf '{name}'", expected, f"{got}environment by itself")
+    # An item ends a trajectory by a flag, or if the next item has another episode number.
     is_set = lambda flag: np.asarray(flag).reshape(steps) != 0
-    over = keys.ends(items, is_set) if flags else np.zeros(steps, bool)
+    is_end = keys.ends(items, is_set) if flags else np.zeros(steps, bool)
     if keys.episode is not None:
         number = np.asarray(keys.get(items, "episode")).reshape(steps, -1)
-        over[:-1] |= (number[1:] != number[:-1]).any(axis=1)
+        is_end[:-1] |= (number[1:] != number[:-1]).any(axis=1)
+    # The last item ends one in any case, but is not marked in `over`.
     is_last = np.arange(1, steps + 1) == steps
-    return over, (np.flatnonzero(over | is_last) + 1).astype(np.int64)
+    return is_end, (np.flatnonzero(is_end | is_last) + 1).astype(np.int64)

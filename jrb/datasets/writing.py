@@ -44,12 +44,14 @@ def dataset_of(
             f"{who}: expected a ReplayBuffer and its state, or a Dataset, got "
             f"{type(source).__name__} and {type(state).__name__}."
         )
+    # Name the leaves of the stored items as in TED, and check the names before anything is written.
     spec = jax.tree.map(casting.raw_spec, source.stored(state))
     for role in roles:
         source.keys.get(spec, role)
     in_ted = ted_names(leaf_names(spec), source.keys)
     names = [in_ted[name] for name in leaf_names(spec)]
     check_names(who, names)
+    # The table of the buffer's episodes is the source of a dataset in memory.
     table, format = episode_table(who, source, state, names), InMemory(max_expansion=np.inf)
     dataset = Dataset(table, format, format.describe(table), np.arange(len(table.ends)))
     return dataset, dict(zip(names, jax.tree.leaves(spec), strict=True))
@@ -87,6 +89,7 @@ def check_chain(where: str, name: str, before: np.ndarray, after: np.ndarray, cu
     forms = [f"{rows.dtype} of shape {rows.shape[1:]}" for rows in (before, after)]
     expected = f"rows like those before the action, {forms[0]}"
     check(forms[0] == forms[1], f"{where}: leaf 'next/{name}'", expected, forms[1])
+    # Rows are compared by their bits, so that NaN equals itself.
     for step in np.flatnonzero(flat.differ(before[None], after[None])[0])[:1]:
         got = f"another after step {step}. {cure}"
         expected = "what stands before the action of the next step"
@@ -121,6 +124,7 @@ def write_d4rl(
     """
     dataset, specs = dataset_of("write_d4rl", buffer, state)
     check_roles("write_d4rl", specs)
+    # Raise for items that D4RL's layout cannot hold, before the file is created.
     for name in _D4RL:
         got = f"leaves {list(specs)}. write_rlds takes nested ones"
         check(name in specs, "write_d4rl", f"one array '{name}'", got)
@@ -129,6 +133,7 @@ def write_d4rl(
         check(is_known, where, "a dtype that HDF5 has", f"{leaf.dtype}. Convert it")
     steps = dataset.transitions
     check(steps, "write_d4rl", "a buffer that holds steps", "an empty one")
+    # Names that D4RL lacks are below `infos/`, as those of `info` are.
     in_file = lambda name: _D4RL.get(name) or "infos/" + name.removeprefix("info/")
     with new_path(path) as temporary, h5py.File(temporary, "w") as file:
         for name, leaf in specs.items():
@@ -136,6 +141,7 @@ def write_d4rl(
                 file.create_dataset(in_file(name), (steps, *leaf.shape), leaf.dtype)
         for name in ("terminals", "timeouts"):
             file.create_dataset(name, (steps,), bool)
+        # Copy the episodes one after the other.
         start, is_whole = 0, True
         for episode in dataset:
             leaves, terminated, truncated, has_last = split_flags(episode)
@@ -144,10 +150,11 @@ def write_d4rl(
                 cast(h5py.Dataset, file[name])[start : start + len(array)] = array
             start += len(terminated)
             is_whole &= has_last
+        # A file of D4RL has all next observations or none.
         if not is_whole:
             del file["next_observations"]
-        running, cut = unfinished_masks(dataset)
-        file.attrs.update(running=running.sum(), cut=cut.sum())
+        is_running, is_cut = unfinished_masks(dataset)
+        file.attrs.update(running=is_running.sum(), cut=is_cut.sum())
 
 
 @escaped_errors()
@@ -182,27 +189,30 @@ def write_rlds(
     """
     dataset, specs = dataset_of("write_rlds", buffer, state)
     check_roles("write_rlds", specs)
-    running, cut = unfinished_masks(dataset)
+    is_running, is_cut = unfinished_masks(dataset)
     envs = dataset.facts.get("environment", np.zeros(len(dataset), np.int64))
     return (
         {
-            "steps": _steps(f"write_rlds: episode {number}", episode),
+            "steps": _steps_in_rlds(f"write_rlds: episode {number}", episode),
             "environment": np.int64(envs[number]),
-            "is_running": running[number],
-            "is_cut": cut[number],
+            "is_running": is_running[number],
+            "is_cut": is_cut[number],
         }
         for number, episode in enumerate(dataset)
     )
 
 
-def _steps(where: str, episode: Episode) -> dict[str, Any]:
+def _steps_in_rlds(where: str, episode: Episode) -> dict[str, Any]:
     leaves, terminated, _, has_last = split_flags(episode)
+    # Without a discount in the items, termination gives it.
     leaves = {"discount": (~terminated).astype(np.float32), **leaves}
     after = {
         name.removeprefix("next/"): leaves.pop(name)
         for name in list(leaves)
         if within(name, "next/observation")
     }
+    # Each observation is stored once, so both must have the same leaves and agree from step to
+    # step.
     before = {name for name in leaves if within(name, "observation")}
     expected = f"what the observation is, {sorted(before)}"
     got = f"{sorted(after)}. RLDS has each observation once"
@@ -214,10 +224,12 @@ def _steps(where: str, episode: Episode) -> dict[str, Any]:
         name.removeprefix("next/") if within(name, "next/reward") else name: leaf
         for name, leaf in leaves.items()
     }
-    if has_last:  # a further row with the last observation, and zeros for all other leaves
+    # Add a row with the last observation, and zeros for all other leaves.
+    if has_last:
         for name, leaf in rows.items():
             last = after[name][-1:] if name in after else np.zeros_like(leaf[:1])
             rows[name] = np.concatenate([leaf, last])
+    # Only the last row is marked: as last if it is the added one, as terminal after termination.
     is_first, is_last, is_terminal = (np.zeros(len(terminated) + has_last, bool) for _ in range(3))
     is_first[0], is_last[-1], is_terminal[-1] = True, has_last, terminated[-1]
     rows |= {"is_first": is_first, "is_last": is_last, "is_terminal": is_terminal}

@@ -87,14 +87,14 @@ def write_minari(
             differs from the next step's observation (or `info`): Minari stores each once.
         TypeError: `buffer` is neither a buffer with its state nor a dataset.
     """
+    # Check the arguments before episodes are read.
     target = check_absent(path)
     name = os.path.basename(target) if dataset_id is None else dataset_id
     is_id = isinstance(name, str) and _ID.fullmatch(name)
-    expected = "<namespace>/<name>-v<number> (the namespace may lack)"
-    check(is_id, "dataset_id", expected, repr(name))
+    check(is_id, "dataset_id", "<namespace>/<name>-v<number> (the namespace may lack)", repr(name))
     spaces = {
-        "observation": _space("observation_space", observation_space),
-        "action": _space("action_space", action_space),
+        "observation": _parse_space("observation_space", observation_space),
+        "action": _parse_space("action_space", action_space),
     }
     about: dict[str, Any] = {
         "dataset_id": name,
@@ -103,13 +103,13 @@ def write_minari(
         "algorithm_name": algorithm_name,
         "code_permalink": code_permalink,
         "description": description,
-        "env_spec": _env_spec(env_spec),
+        "env_spec": _env_spec_json(env_spec),
         "minari_version": require("minari", "minari").__version__,
     }
+    # Take a buffer's episodes as a dataset. Only its items say which entries are of tuples.
     dataset, specs = dataset_of("write_minari", buffer, state, roles=_ROLES)
     stored = None if isinstance(buffer, Dataset) or state is None else buffer.stored(state)
-    names = _names(specs, stored)
-    episodes = MinariEpisodes(dataset, names)
+    episodes = MinariEpisodes(dataset, _names_in_minari(specs, stored))
     with new_path(target) as folder:
         _write(os.path.join(folder, "data"), episodes, spaces, about)
 
@@ -119,7 +119,8 @@ def _write(
 ) -> None:
     """Writes all episodes into a new folder, and then spaces, facts, metadata and notes."""
     os.makedirs(path)
-    require("PIL.Image", "minari")  # checked first: the package imports it and pyarrow only later
+    # Minari imports these packages late. If one is missing, raise before episodes are written.
+    require("PIL.Image", "minari")
     require("pyarrow.dataset", "minari")
     package = require("minari.dataset.minari_storage", "minari")
     # The spaces are derived from all episodes; without JPEG the package does not use them before.
@@ -127,6 +128,7 @@ def _write(
     storage = package.MinariStorage.new(path, any_space, any_space, jpeg_encoding=False)
     storage.update_episodes(episodes)
     check(episodes.facts, "write_minari", "at least one episode", "none")
+    # Add the spaces, given or derived from all episodes.
     serialize = require("minari.serialization", "minari").serialize_space
     for role, given in spaces.items():
         name = f"{role}s"
@@ -137,6 +139,7 @@ def _write(
         expected = f"a space of arrays of the shapes {want}"
         check(got == want, f"{role}_space", expected, f"one of {got}")
         about[f"{role}_space"] = serialize(space)
+    # Add notes, facts and metadata to those that Minari itself has recorded.
     counts = episodes.notes.items()
     about["notes"] = [text.format(n, len(episodes.facts)) for text, n in counts if n]
     storage.update_episode_metadata(episodes.facts)
@@ -161,38 +164,42 @@ class MinariEpisodes:
 
     def __iter__(self) -> Iterator[Any]:
         episode_buffer = require("minari.data_collector", "minari").EpisodeBuffer
-        (running, cut), facts = unfinished_masks(self._dataset), self._dataset.facts
+        (is_running, is_cut), facts = unfinished_masks(self._dataset), self._dataset.facts
         for number, episode in enumerate(self._dataset):
             leaves = flatten(episode, "episode")
             leaves = {self._names.get(name, name): leaf for name, leaf in leaves.items()}
+            # Leave out steps without a next observation, and episodes without other steps.
             valid = leaves.pop(VALID, np.ones(len(leaves.pop("next/done")), bool))
             self.notes[_LEFT_OUT] += int(np.sum(~valid))
             if not valid.any():
                 continue
             leaves = {name: leaf[valid] for name, leaf in leaves.items()}
             self.arrays = _arrays(f"write_minari: episode {len(self.facts)}", leaves)
+            # A `Discrete` space needs the bounds of the integers of all episodes.
             for name, array in self.arrays.items():
                 if array.ndim == 1 and array.dtype.kind in "biu":
                     ends = [int(array.min()), int(array.max()), *self._bounds.get(name, ())]
                     self._bounds[name] = (min(ends), max(ends))
-            own = {name: fact[number] for name, fact in facts.items()}
-            self.facts.append({**_facts(own, self.arrays["rewards"]), "id": len(self.facts)})
-            self.notes[_RUNNING] += bool(running[number])
-            self.notes[_CUT] += bool(cut[number])
+            # Record facts and count notes, of written episodes alone.
+            own_facts = {name: fact[number] for name, fact in facts.items()}
+            self.facts.append({**_facts(own_facts, self.arrays["rewards"]), "id": len(self.facts)})
+            self.notes[_RUNNING] += bool(is_running[number])
+            self.notes[_CUT] += bool(is_cut[number])
             yield episode_buffer(**{"infos": {}, **nest(self.arrays)})
 
     def space(self, name: str) -> Any:
         """Returns the space of the arrays under `name`; integers have bounds of all episodes."""
-        return _derived(name, nest(self.arrays)[name], self._bounds)
+        return _space_of(name, nest(self.arrays)[name], self._bounds)
 
 
-def _space(name: str, given: Any) -> Any:
+def _parse_space(name: str, given: Any) -> Any:
     """Returns a Gymnasium space, which may be given as JSON."""
     if not (isinstance(given, str) or (isinstance(given, dict) and "type" in given)):
         return given
     try:
         return require("minari.serialization", "minari").deserialize_space(given)
-    except Exception as error:  # the package raises various errors for wrong JSON
+    except Exception as error:
+        # The package raises various errors for wrong JSON.
         raise ValueError(f"{name}: expected JSON of a space, got {given!r}.") from error
 
 
@@ -208,7 +215,7 @@ def _facts(own: Mapping[str, Any], rewards: np.ndarray) -> dict[str, Any]:
     return {**facts, "total_steps": len(rewards)}
 
 
-def _env_spec(given: Any) -> str | None:
+def _env_spec_json(given: Any) -> str | None:
     """Returns the spec of an environment as JSON text; None if none is given."""
     if given is None:
         return None
@@ -221,11 +228,12 @@ def _env_spec(given: Any) -> str | None:
     raise ValueError(f"env_spec: expected {expected}, got {given!r}.")
 
 
-def _names(specs: Mapping[str, Any], stored: Any) -> dict[str, str]:
+def _names_in_minari(specs: Mapping[str, Any], stored: Any) -> dict[str, str]:
     """Returns a dict from leaf names to names in which entries of tuples are `_index_0` and so on.
 
     `specs` are the leaves by name, and `stored` is the pytree that they belong to.
     """
+    # Minari has one reward and two flags for each step.
     for name, kinds in _KINDS.items():
         check(name in specs, f"write_minari: leaf '{name}'", "an array", [*specs])
         shape, dtype = specs[name].shape, np.dtype(specs[name].dtype)
@@ -237,6 +245,8 @@ def _names(specs: Mapping[str, Any], stored: Any) -> dict[str, str]:
         parts = name.split("/")
         has_slash = any("/" in leaf_name((part,)) for part in path)
         check(not has_slash, "write_minari", "names without a slash", parts)
+        # Compare name and path from their ends: the first parts of a name may be TED's. An index in
+        # the path is that of a tuple's entry.
         for place in range(1, min(len(parts), len(path)) + 1):
             if parts[-place] == str(getattr(path[-place], "idx", None)):
                 parts[-place] = f"_index_{parts[-place]}"
@@ -250,6 +260,7 @@ def _arrays(where: str, leaves: Leaves) -> Leaves:
         is_known = leaf.dtype.kind in "biufc" and leaf.dtype.isbuiltin != 2
         got = f"{leaf.dtype}. Store it as another"
         check(is_known, f"{where}: leaf '{name}'", "a dtype that HDF5 has", got)
+    # Observations and next observations need the same leaves, as they become one array.
     before, after = (
         {name.removeprefix("next/") for name in leaves if within(name, role)}
         for role in ("observation", "next/observation")
@@ -257,7 +268,8 @@ def _arrays(where: str, leaves: Leaves) -> Leaves:
     expected = f"next observations like those before the action, {sorted(before)}"
     check(before == after, where, expected, sorted(after))
     truncated = leaves["next/truncated"].copy()
-    truncated[-1] |= ~leaves["next/terminated"][-1]  # a later last step may have been left out
+    # A later step may have been left out, so the last one may lack its flag.
+    truncated[-1] |= ~leaves["next/terminated"][-1]
     leaves = {**leaves, "next/truncated": truncated}
     for name in [name for name in leaves if name.split("/")[0] in ("observation", "info")]:
         if f"next/{name}" not in leaves:
@@ -268,16 +280,17 @@ def _arrays(where: str, leaves: Leaves) -> Leaves:
         cure += "transitions of one step"
         check_chain(where, name, leaves[name], following, cure)
         leaves[name] = np.concatenate([leaves[name], following[-1:]])
+    # Rename the leaves as Minari does; those without a role are infos.
     names: list[str] = []
     for name in leaves:
         role = next((role for role in _NAMES if within(name, role)), None)
-        inside = "infos/" + name.removeprefix("info/")
-        names.append(inside if role is None else _NAMES[role] + name.removeprefix(role))
+        name_in_infos = "infos/" + name.removeprefix("info/")
+        names.append(name_in_infos if role is None else _NAMES[role] + name.removeprefix(role))
     check_names(where, names)
     return dict(zip(names, leaves.values(), strict=True))
 
 
-def _derived(name: str, array: Any, bounds: Mapping[str, tuple[int, int]]) -> Any:
+def _space_of(name: str, array: Any, bounds: Mapping[str, tuple[int, int]]) -> Any:
     """Returns the Gymnasium space of an array `[T, ...]`, or of nested dicts of arrays.
 
     Single integers are `Discrete` within their `bounds`, bool arrays are `MultiBinary`, and all
@@ -285,7 +298,7 @@ def _derived(name: str, array: Any, bounds: Mapping[str, tuple[int, int]]) -> An
     """
     spaces = require("gymnasium.spaces", "minari")
     if isinstance(array, dict):
-        inner = {part: _derived(f"{name}/{part}", each, bounds) for part, each in array.items()}
+        inner = {part: _space_of(f"{name}/{part}", each, bounds) for part, each in array.items()}
         numbered = [f"_index_{number}" for number in range(len(inner))]
         if inner.keys() == set(numbered):  # the entries of a tuple
             return spaces.Tuple([inner[part] for part in numbered])
@@ -295,9 +308,11 @@ def _derived(name: str, array: Any, bounds: Mapping[str, tuple[int, int]]) -> An
         return spaces.MultiBinary(shape[0] if len(shape) == 1 else shape)
     if not shape and dtype.kind in "biu":
         least, greatest = bounds[name]
+        # `Discrete` counts in int64, so a wider range becomes a box.
         start = min(least, 0)
         if greatest - start < np.iinfo(np.int64).max:
             return spaces.Discrete(greatest - start + 1, start=start)
+    # All else is a box, unbounded for floating dtypes.
     limits = None if dtype.kind in "fc" else np.iinfo(dtype)
     low, high = (limits.min, limits.max) if limits else (-np.inf, np.inf)
     return spaces.Box(np.full(shape, low, dtype), np.full(shape, high, dtype), dtype=dtype)
