@@ -35,8 +35,8 @@ PUBLIC = ["jrb", *(f"jrb.{name}" for name in jrb.__all__ if inspect.ismodule(get
 PUBLIC += [f"jrb.{name}" for name in ("authoring", "compat.flashbax", "keys", "sharding")]
 PUBLIC += [f"jrb.{name}" for name in ("samplers", "storages", "units", "writers")]
 
-LINES, FILES, CHAIN, HELPERS = 42_400, 189, 9, 40
-"""Limits of the package's size."""
+LINES, FILES, CHAIN, HELPERS = 43_000, 189, 9, 38
+"""Limits of the package's size; one line in 25 is a comment that says what a block achieves."""
 
 
 @functools.cache

@@ -36,7 +36,7 @@ def draw(result: Row, path: pathlib.Path) -> bool:
     powers = {row["facts"].get("N") for row in rows}
     lines = result["group"] == "sizes" and len(powers) > 1
     panels = (_lines if lines else _marks)(result, rows)
-    canvas.drawn(panels, None, "bench").savefig(path, dpi=130)
+    canvas.draw_rows(panels, None, "bench").savefig(path, dpi=130)
     return True
 
 
@@ -70,8 +70,8 @@ def _curves(result: Row, rows: list[Row], name: str, axes: Any, tone: canvas.Ton
     canvas.few_ticks(axes.yaxis, is_log=True)
     axes.xaxis.set_major_formatter(lambda value, _: figures.power(round(value)))
     axes.set(xlabel="N, items held", ylabel="µs a step")
-    canvas.say(axes, tone, name, _common(mine))
-    canvas.legend(axes, tone, "beside")
+    canvas.write_title(axes, tone, name, _common(mine))
+    canvas.add_legend(axes, tone, "beside")
 
 
 def _marks(result: Row, rows: list[Row]) -> list[canvas.Row]:
@@ -103,8 +103,8 @@ def _cases(
     if unit == "s":
         canvas.few_ticks(axes.xaxis, is_log=True)
     axes.set_xlabel(word)
-    canvas.say(axes, tone, result["group"], _common(rows))
-    canvas.legend(axes, tone, "beside")
+    canvas.write_title(axes, tone, result["group"], _common(rows))
+    canvas.add_legend(axes, tone, "beside")
 
 
 def _unit(unit: str, rows: list[Row]) -> tuple[Callable[[Row], float], str]:
