@@ -326,7 +326,7 @@ class ReplayBuffer:
             objects = object_rows(self, [items] if is_add else items, method)
             items = {"item": np.zeros(lead if is_add else (len(objects), *lead), np.uint8)}
         else:
-            items = self._arrays(items, method)
+            items = casting.read_items(items, method, self.cast)
         if not is_add:
             checks.length(items)
         if priorities is not None and not donate:  # `jrb.jitted` warns itself, after the call
@@ -755,15 +755,11 @@ class ReplayBuffer:
         checks.in_range(method, slots, self.capacity)
         return slots
 
-    def _arrays(self, items: Item, method: str) -> Item:
-        """Returns items whose leaves are arrays; with `cast`, of dtypes that JAX keeps."""
-        items = casting.arrays(items, method)
-        return casting.cast_for_jax(items, method) if self.cast else items
-
     def _stored_spec(self, example: Item) -> Item:
         """Returns the spec of one item after the inverses of all transforms."""
         inward = functools.partial(transforming.inward, self.transforms)
-        spec = jax.eval_shape(inward, pytree.spec_of(self._arrays(example, "init"), "init"))
+        example = casting.read_items(example, "init", self.cast)
+        spec = jax.eval_shape(inward, pytree.spec_of(example, "init"))
         if not jax.tree.leaves(spec):
             raise ValueError("init: expected at least one leaf, got an empty pytree.")
         return spec
@@ -789,16 +785,13 @@ class ReplayBuffer:
                 "The example that init was given has the axis of num_envs already. Give init one "
                 "transition: jax.tree.map(lambda leaf: leaf[0], example)."
             )
-        if self.cast:
-            items = casting.to_spec(spec, items, method)
-        pytree.check_like(spec, items, method, mend, lead, casts=self.cast)
-        return items
+        return casting.fit_items(spec, items, method, mend, lead, self.cast)
 
     def _values(
         self, method: str, spec: Item, values: Item, lead: tuple[int, ...]
     ) -> dict[str, Any]:
         """Returns values `[*lead, ...]` by name, checked against `spec`, which is of one item."""
-        values = self._arrays(values, method)
+        values = casting.read_items(values, method, self.cast)
         named = dict(zip(pytree.leaf_names(values), jax.tree.leaves(values), strict=True))
         stored = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
         for name in named.keys() - stored.keys():
@@ -810,11 +803,8 @@ class ReplayBuffer:
             name: jax.ShapeDtypeStruct((*lead, *stored[name].shape), stored[name].dtype)
             for name in named
         }
-        if self.cast:
-            named = casting.to_spec(expected, named, method)
         mend = "Give one value for each item, as it is stored."
-        pytree.check_like(expected, named, method, mend, casts=self.cast)
-        return named
+        return casting.fit_items(expected, named, method, mend, cast=self.cast)
 
     def _rows_of_windows(self, sample: Sample, spec: Item, values: Item) -> tuple[Sample, Any]:
         """Returns the rows of windows to set, as a sample of single items, and the lead `(B, L)`.
@@ -940,7 +930,7 @@ def from_items(
     if of_objects:
         lengths = {len(data)}
     else:
-        data = casting.arrays(data, "from_items")
+        data = casting.read_items(data, "from_items")
         for path, leaf in jax.tree_util.tree_leaves_with_path(data):
             if not pytree.is_array(leaf) or not leaf.shape:
                 raise TypeError(
@@ -971,6 +961,7 @@ def from_items(
     for start in range(0, length, step):
         piece = jax.tree.map(operator.itemgetter(slice(start, start + step)), data)
         shape = (min(step, length - start), *lead)
-        rows = target._to_stored(state, target._arrays(piece, "extend"), shape, "extend")
+        piece = casting.read_items(piece, "extend", target.cast)
+        rows = target._to_stored(state, piece, shape, "extend")
         state = eager.fill(target, state, rows)
     return buffer, state

@@ -273,7 +273,7 @@ def _conversion(
         return spec, lambda items: items
 
     def checked(item: Item) -> Item:
-        made = casting.arrays(convert(item), "convert")
+        made = casting.read_items(convert(item), "convert")
         pytree.spec_of(made, "convert")  # raises where JAX would change a dtype
         return made
 

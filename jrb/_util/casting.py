@@ -24,19 +24,41 @@ _NUMBER = bool | int | float | complex
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
-def arrays(items: PyTree, what: str) -> Any:
+def read_items(items: PyTree, what: str, cast: bool = False) -> Any:
     """Returns items whose leaves are numbers, or arrays in the machine's byte order.
 
-    It raises for a list of numbers, as JAX would make each number a leaf.
+    With `cast`, NumPy's arrays get dtypes that JAX keeps. Raises for a list of numbers, as JAX
+    would make each number a leaf.
     """
     # Most items need no conversion, and this runs at every call.
-    if all(map(_is_plain, jax.tree.leaves(items))):
-        return items
-    # Else convert each leaf; a list that has a number, or another list, is one leaf.
-    has_numbers = lambda it: isinstance(it, list) and any(isinstance(x, _NUMBER | list) for x in it)
-    name = lambda path: f"{what}: leaf '{pytree.leaf_name(path)}'"
-    convert = lambda path, leaf: _as_array(name(path), leaf)
-    return jax.tree_util.tree_map_with_path(convert, items, is_leaf=has_numbers)
+    if not all(map(_is_plain, jax.tree.leaves(items))):
+        # A list that has a number, or another list, is one leaf.
+        is_numbers = lambda it: (
+            isinstance(it, list) and any(isinstance(entry, _NUMBER | list) for entry in it)
+        )
+        name = lambda path: f"{what}: leaf '{pytree.leaf_name(path)}'"
+        convert = lambda path, leaf: _as_array(name(path), leaf)
+        items = jax.tree_util.tree_map_with_path(convert, items, is_leaf=is_numbers)
+    return cast_for_jax(items, what) if cast else items
+
+
+def fit_items(
+    spec: PyTree,
+    items: PyTree,
+    what: str,
+    mend: str,
+    lead: tuple[int, ...] = (),
+    cast: bool = False,
+) -> Any:
+    """Returns items with the structure and dtypes of `spec`, and its shapes after `lead`.
+
+    With `cast`, dtypes are converted where that is safe. Raises for all else that differs; `what`
+    and `mend` begin and end the message.
+    """
+    if cast:
+        items = _cast_to_spec(spec, items, what)
+    pytree.check_like(spec, items, what, mend, lead, casts=cast)
+    return items
 
 
 def _is_plain(leaf: Leaf) -> bool:
@@ -107,14 +129,14 @@ def accept_items(items: PyTree, what: str, cast: bool) -> Any:
     else:
         return structure.unflatten(copies)
     # Else convert them. A spec raises where `jit` would, or where it would change a dtype.
-    items = arrays(items, what)
+    items = read_items(items, what)
     if not all(map(is_kept, jax.tree.leaves(items))):
         items = cast_for_jax(items, what) if cast else items
         pytree.spec_of(items, what)
     return copy_arrays(items)
 
 
-def to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
+def _cast_to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
     """Returns items with each leaf cast to the dtype in `spec`, unless that is of a lesser kind.
 
     Integers are not cast to a smaller dtype: inside `jit` it is not known whether they fit.

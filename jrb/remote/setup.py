@@ -13,7 +13,6 @@ import numpy as np
 from jrb.authoring import (
     absolute_path,
     casting,
-    check_like,
     checks,
     enable_x64,
     leaf_names,
@@ -161,8 +160,7 @@ def spec_of_example(buffer: ReplayBuffer, example: Item) -> Item:
     """Returns the spec of one item that a stream sends; raises for dtypes that NumPy lacks."""
     if not isinstance(buffer, ReplayBuffer):
         raise TypeError(f"serve: expected a ReplayBuffer, got {type(buffer).__name__}.")
-    example = casting.arrays(example, "serve")
-    spec = spec_of(casting.cast_for_jax(example, "serve") if buffer.cast else example, "serve")
+    spec = spec_of(casting.read_items(example, "serve", buffer.cast), "serve")
     for name, leaf in zip(leaf_names(spec), jax.tree.leaves(spec), strict=True):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
@@ -188,16 +186,11 @@ def path_of(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> str | 
 
 def convert_items(setup: Setup, items: Item) -> list[np.ndarray]:
     """Returns the leaves of items as checked NumPy arrays, without using a JAX device."""
-    # Cast the items to the dtypes of the buffer, if it casts.
-    items, casts = casting.arrays(items, "extend"), setup.buffer.cast
-    items = casting.cast_for_jax(items, "extend") if casts else items
+    items = casting.read_items(items, "extend", setup.buffer.cast)
     lead = (checks.length(items), *setup.lead)
-    if casts:
-        items = casting.to_spec(setup.spec, items, "extend")
-    # Check structure, dtypes and shapes.
     axes = "[T, ...]" if len(lead) == 1 else "[T, E, ...], E = num_envs"
     mend = f"Give timesteps of one stream, leaves {axes}."
-    check_like(setup.spec, items, "extend", mend, lead)
+    items = casting.fit_items(setup.spec, items, "extend", mend, lead, setup.buffer.cast)
     return list(map(np.asarray, jax.tree.leaves(items)))
 
 
