@@ -333,7 +333,7 @@ class ReplayBuffer:
             warn_of_refused(self, method, priorities, depth=5)
         lengths = contextlib.nullcontext((items, mask, priorities))
         if not is_add:
-            lengths = lengths_of(self).padded(state, items, mask, priorities)
+            lengths = lengths_of(self).pad_arguments(state, items, mask, priorities)
         with lengths as (items, mask, priorities):
             time = () if is_add else np.shape(jax.tree.leaves(items)[0])[:1]
             if mask is not None:
@@ -757,7 +757,7 @@ class ReplayBuffer:
 
     def _stored_spec(self, example: Item) -> Item:
         """Returns the spec of one item after the inverses of all transforms."""
-        inward = functools.partial(transforming.inward, self.transforms)
+        inward = functools.partial(transforming.apply_inverses, self.transforms)
         example = casting.read_items(example, "init", self.cast)
         spec = jax.eval_shape(inward, pytree.spec_of(example, "init"))
         if not jax.tree.leaves(spec):
@@ -771,7 +771,7 @@ class ReplayBuffer:
         if self.transforms and transforming.inverses(self.transforms):
             checks.lead(items, lead, method)
             # A transform that is no description may close over a value that changes.
-            is_fixed = transforming.fixed(self.transforms) == len(self.transforms)
+            is_fixed = transforming.count_fixed(self.transforms) == len(self.transforms)
             invert = steps.invert_compiled if is_fixed else steps.invert
             items = invert(self, casting.copy_arrays(items), len(lead))
         spec, envs = self.stored(state), self.num_envs  # which checks the state

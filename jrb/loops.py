@@ -291,7 +291,7 @@ def _compiled_methods(buffer: Any) -> dict[str, Callable[..., Any]]:
         method = _seeded(method) if any(each.name == "key" for each in parameters) else method
         run = explained(method if is_on_host else compilers[name](method, static))
         if name == "extend" and not is_on_host:
-            run = Lengths().wrapped(run)
+            run = Lengths().wrap_extend(run)
         compiled[name] = _caller(buffer, name, run, parameters) if parameters else run
     for name in {"init", "nbytes", "take"} & set(dir(type(buffer))):
         compiled[name] = getattr(buffer, name)

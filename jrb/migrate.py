@@ -97,21 +97,23 @@ def rebuild(
                 f"rebuild: expected single buffers, got {type(single).__name__}. Rebuild the parts "
                 "of a Mix one by one."
             )
+    # Without shards, convert the items in their slots if all else stays, or copy them.
     if not isinstance(old, Sharded) and not isinstance(new, Sharded):
         _check_single(old, state, new)
-        same = _with_converted(old, state, new, convert)
+        same = _convert_in_place(old, state, new, convert)
         if same is not None:
             return same
         return _refill(old, (state,), new, _select(old, state, new), convert)
+    # With shards, make each new state from those of the old shards that have its environments.
     states = {0: state}
     if isinstance(old, Sharded):
         shards = old.split(state)
         states = {number: jax.tree.map(jnp.asarray, one) for number, one in shards.items()}
     if not isinstance(new, Sharded):
-        return regrouped(old, states, new, 0, convert)
+        return regroup_shards(old, states, new, 0, convert)
     # Each process makes the states of its own shards.
     numbers = sorted({number for group in new.layout.groups().values() for number in group})
-    return new.join({n: regrouped(old, states, new, n, convert) for n in numbers})
+    return new.join({n: regroup_shards(old, states, new, n, convert) for n in numbers})
 
 
 # Copies that keep the order of rows; datasets and readers of other formats use these too.
@@ -147,6 +149,7 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
     """
     ring, envs, target = old.ring, old.ring.envs, replay_target(new)
     spec = old.storage.spec(state.storage)
+    # The state without its storage learns from the rows, which are read piece by piece.
     half, view = eager.make_device_state(target, spec), old.storage.view(state.storage)
     counts = np.broadcast_to(old.writer.held(ring, state.writer).rows(ring), envs)
     # All pieces have one length, so that the write of them is compiled once.
@@ -156,11 +159,13 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
         # Rows beyond the last are masked: any slot in range will do.
         slots = np.minimum(row, ring.rows - 1)[:, None] * envs + np.arange(envs)
         slots = slots[:, 0] if old.num_envs is None else slots
-        mask = row[:, None] < counts  # of each environment, where it has its own clock
+        # If each environment has its own clock, each has its own number of rows.
+        mask = row[:, None] < counts
         mask = jnp.asarray(mask if old.writer.per_env else mask[:, 0])
         items = view.rows.fetch(view.version, slots)
         after = steps.write(target, half, items, mask)
-        half = after.replace(storage=half.storage)  # the items are there already
+        # The items are stored already, so the storage after the write is thrown away.
+        half = after.replace(storage=half.storage)
     return half.replace(storage=state.storage)
 
 
@@ -168,11 +173,17 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
 
 
 class _Selection(NamedTuple):
-    """The rows that are kept, as rows of the new buffer, `[T, E]`."""
+    """The rows that are kept, as rows of the new buffer, `[T, E]`.
 
-    slots: np.ndarray  # int32, the old slots, oldest row first
-    mask: np.ndarray  # bool, True for real entries
-    cuts: np.ndarray | None  # bool, True for ends of episodes; None without order of time
+    Attributes:
+        slots: int32, the old slots, oldest row first.
+        mask: bool, True for real entries.
+        cuts: bool, True for ends of episodes; None without order of time.
+    """
+
+    slots: np.ndarray
+    mask: np.ndarray
+    cuts: np.ndarray | None
 
 
 def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _Selection:
@@ -180,13 +191,14 @@ def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _
     old, new = buffer.ring, target.ring
     is_redealt, cuts, mask = old.envs != new.envs, None, None
     if not buffer.writer.is_chronological:
+        # Keep the order in which the items were written, as the new writer may keep it too.
         best = np.asarray(buffer.writer.best(old, state.writer, target.capacity))
         order = np.asarray(buffer.in_order(state)[0])
-        # In the order in which they were written, as the new writer may keep that.
         slots = order[np.isin(order, best)][: len(best), None]
         if target.writer.is_chronological:
+            # Drop the oldest items that fill no row. Each item becomes an episode of its own.
             slots = slots[len(slots) % new.envs :].reshape(-1, new.envs)
-            cuts = np.ones(slots.shape, bool)  # each item is an episode of its own
+            cuts = np.ones(slots.shape, bool)
     else:
         slots, mask = _newest_rows(old, buffer.writer.held(old, state.writer), target.capacity)
         if not target.writer.is_chronological:
@@ -197,6 +209,7 @@ def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _
             if not is_redealt and (mask.all() or target.writer.per_env):
                 slots, mask, cuts = (each[-new.rows :] for each in (slots, mask, cuts))
             else:
+                # Environments differ in number, or in their numbers of rows.
                 is_redealt = True
                 slots, cuts = _redeal(slots, cuts, mask, new.envs)
                 mask = None
@@ -215,13 +228,15 @@ def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _
 def _newest_rows(ring: Ring, occupancy: Occupancy, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the slots of the newest rows, at most `limit` items, and a mask, both `[T, E]`.
 
-    The mask is False where an environment has fewer rows; some slot that holds an item stands
-    there.
+    The mask is False where an environment has fewer rows; such an entry has some slot that holds an
+    item.
     """
+    # Align the newest rows of all environments: a negative row is from before an oldest one.
     counts = np.broadcast_to(np.asarray(occupancy.rows(ring)), ring.envs)
     row = np.arange(counts.max())[:, None] + counts - counts.max()
     from_oldest = np.asarray(occupancy.from_oldest(ring))
     slots = np.take_along_axis(from_oldest, np.maximum(row, 0), axis=0).astype(np.int32)
+    # Keep whole rows, from the newest one on, as long as their items fit.
     fits = np.cumsum((row >= 0).sum(axis=1)[::-1])[::-1] <= limit
     slots, mask = slots[fits], (row >= 0)[fits]
     return np.where(mask, slots, slots[mask][:1]) if mask.any() else slots, mask
@@ -242,15 +257,19 @@ def _redeal(
     slots: np.ndarray, ends: np.ndarray, mask: np.ndarray, envs: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Joins environments `[T, E]` end to end, cuts them into `envs` equal ones, and marks seams."""
-    surplus = int(mask.sum()) % envs  # items that do not fill a row: dropped from the oldest one
-    # Dropped from the oldest row: one item of each of the first environments.
+    # Items that do not fill a row are dropped from the oldest row: one item of each of the first
+    # environments.
+    surplus = int(mask.sum()) % envs
     first = surplus if surplus <= slots.shape[1] else 0
+    # Join the environments; each ends where the next one begins.
     ends[-1:] = True
     line, seams = (
         np.concatenate([stream[real][env < first :] for env, (stream, real) in enumerate(pairs)])
         for pairs in (zip(slots.T, mask.T, strict=True), zip(ends.T, mask.T, strict=True))
     )
-    over = line.size % envs  # not 0 only where a row had fewer items than there are environments
+    # Items are still left over where a row had fewer items than there are environments: drop them.
+    # Cut the others into equal parts, each of which ends at its last row.
+    over = line.size % envs
     seams = seams[over:].reshape(envs, -1)
     seams[:, -1:] = True
     return line[over:].reshape(seams.shape).T, seams.T
@@ -272,21 +291,24 @@ def _conversion(
     if convert is None:
         return spec, lambda items: items
 
-    def checked(item: Item) -> Item:
-        made = casting.read_items(convert(item), "convert")
-        pytree.spec_of(made, "convert")  # raises where JAX would change a dtype
-        return made
+    def convert_item(item: Item) -> Item:
+        new_item = casting.read_items(convert(item), "convert")
+        # Raise where JAX would change a dtype.
+        pytree.spec_of(new_item, "convert")
+        return new_item
 
-    made = jax.eval_shape(checked, spec)
-    if not jax.tree.leaves(made):
+    new_spec = jax.eval_shape(convert_item, spec)
+    if not jax.tree.leaves(new_spec):
         raise TypeError("convert: expected a function that returns the new item, got no leaf.")
-    return made, jax.jit(jax.vmap(jax.vmap(checked)))
+    return new_spec, jax.jit(jax.vmap(jax.vmap(convert_item)))
 
 
-def _with_converted(
+def _convert_in_place(
     old: ReplayBuffer, state: BufferState, new: ReplayBuffer, convert: Convert
 ) -> BufferState | None:
     """Returns the state with new items in the same slots; None if other arrays have to change."""
+    # Storage, transforms and defaults may differ. All other parts must be the same, and so must the
+    # shapes of their arrays.
     same = {"storage": old.storage, "transforms": old.transforms, "batch_size": old.batch_size}
     same |= {"min_size": old.min_size, "cast": old.cast, "requires_mask": old.requires_mask}
     if convert is None or dataclasses.replace(new, **same) != old:
@@ -295,6 +317,7 @@ def _with_converted(
     blank = validate.compiled_blank(new).eval_shape(pytree.SpecKey(spec))
     if not pytree.are_alike(blank.replace(storage=None), state.replace(storage=None)):
         return None
+    # The rows to convert, oldest first; without order of time, items in the order of slots.
     ring, held, target = old.ring, old.writer.held(old.ring, state.writer), replay_target(new)
     slots, mask = np.arange(int(held.size), dtype=np.int32)[:, None], None
     if old.writer.is_chronological:
@@ -302,6 +325,7 @@ def _with_converted(
     item_bytes = 1 if spec is None else pytree.nbytes(old.stored(state))
     rows = list(pieces(np.arange(len(slots)), item_bytes * slots.shape[1]))
     take = lambda at: old.take(state, jnp.asarray(slots[at]))
+    # Look at all items before any is written: one that changes the index is reason to copy them.
     if not all(_keeps_index(old, state, items, convert_rows(items)) for items in map(take, rows)):
         return None
     # All rows are written again by a clock that begins at the oldest one.
@@ -317,34 +341,44 @@ def _with_converted(
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
         given = None if mask is None or mask[at].all() else jnp.asarray(mask[at])
         if old.storage.of_objects:
-            envs = range(0, len(items), ring.envs)
-            lists = items if target.num_envs is None else [items[i : i + ring.envs] for i in envs]
-            result = target.extend(result, lists, given)
+            result = _extend_by_objects(target, result, items, given)
         else:
             result = eager.fill(target, result, items, None, given)
     return state.replace(storage=result.storage)
 
 
-def _keeps_index(buffer: ReplayBuffer, state: BufferState, items: Item, made: Item) -> bool:
+def _keeps_index(buffer: ReplayBuffer, state: BufferState, old: Item, new: Item) -> bool:
     """Returns True if a conversion changes no leaf from which unit or writer have learned."""
+    # The index does not depend on the contents of objects.
     if buffer.storage.of_objects:
         return True
     before, after = (
         dict(zip(pytree.leaf_names(tree), map(casting.raw, jax.tree.leaves(tree)), strict=True))
-        for tree in (items, made)
+        for tree in (old, new)
     )
+    # Collect the names of leaves that mark ends of episodes, or by which the writer ranks items.
     names: set[str] = set()
     if not buffer.unit.one_row:
-        names = {*buffer.keys.flags(items), *buffer.keys.flags(made)}
+        names = {*buffer.keys.flags(old), *buffer.keys.flags(new)}
     if state.numbers is not None and buffer.keys.episode is not None:
         names.add(path_name(buffer.keys.episode))
     for name in {*before, *after}:
         try:
             buffer.writer.writable().check_edit("rebuild", frozenset({name}))
-        except ValueError:  # the writer ranks items by this leaf
+        except ValueError:
             names.add(name)
     is_same = lambda name: np.array_equal(before[name], after[name])
     return all(name in before and name in after and is_same(name) for name in names)
+
+
+def _extend_by_objects(
+    buffer: ReplayBuffer, state: BufferState, objects: list[Any], mask: jax.Array | None
+) -> BufferState:
+    """Writes objects that are in the order of slots; the state has a storage of objects."""
+    rows, envs = objects, buffer.num_envs
+    if envs is not None:
+        rows = [objects[start : start + envs] for start in range(0, len(objects), envs)]
+    return buffer.extend(state, rows, mask)
 
 
 # The new state. Slot s of old state k has number k N + s.
@@ -382,14 +416,19 @@ def _refill(
     spec, convert = _conversion(old, states[0], convert)
     result = _write_items(old, states, new, kept, spec, convert)
     state, transforms = states[0], ()
-    if transforming.learning(new.transforms):  # their state is the old one, or learned from items
+    if transforming.stateful_transforms(new.transforms):
+        # Import into blank states what was learned from the items, and then what old transforms of
+        # the same class know.
         none = jnp.zeros(1, jnp.int32)
         context = Context(new.ring, new.keys, Occupancy(none, none))
         blank = transforming.init(new.transforms, context, spec)
-        learned = transforming.adopted((new.transforms, result.transforms), (new.transforms, blank))
+        learned = transforming.import_states(
+            (new.transforms, result.transforms), (new.transforms, blank)
+        )
         before = old.transforms, state.transforms
-        transforms = transforming.adopted(before, (new.transforms, learned))
+        transforms = transforming.import_states(before, (new.transforms, learned))
     result = result.replace(transforms=transforms)
+    # Nothing else depends on the items if none are kept.
     if not kept.mask.any():
         return result
     # Writers that count items, such as a reservoir, continue their counts.
@@ -397,13 +436,13 @@ def _refill(
         result = result.replace(
             writer=new.writer.import_state(new.ring, result.writer, state.writer)
         )
+    # The new state was written from slot 0 on: each environment fills its rows from the first on.
     row, env = np.cumsum(kept.mask, axis=0) - 1, np.arange(kept.mask.shape[1])
     new_slots = jnp.asarray((row * len(env) + env)[kept.mask].astype(np.int32))
     slots = jnp.asarray(kept.slots[kept.mask])
     samplers = [each.sampler for each in states]
     sampler = _sampler_state(old, samplers, new, result, slots, new_slots)
-    each = sampler, *samplers
-    if all(isinstance(one, DrawCounts) and one.draws is not None for one in each):
+    if all(isinstance(it, DrawCounts) and it.draws is not None for it in (sampler, *samplers)):
         # The counts of draws go with their items; `slots` are those of all shards in a row.
         draws = jnp.concatenate([jnp.asarray(one.draws) for one in samplers])[slots]
         sampler = sampler.replace(draws=sampler.draws.at[new_slots].set(draws))
@@ -423,28 +462,19 @@ def _write_items(
     mask = None if kept.mask.all() else jnp.asarray(kept.mask)
     if new.storage.of_objects:
         objects = convert(old.take(states[0], jnp.asarray(slots.reshape(-1))))
-        if target.num_envs is not None:
-            envs = slots.shape[1]
-            objects = [objects[start : start + envs] for start in range(0, len(objects), envs)]
-        return target.extend(target.init(None), objects, mask).replace(ring=new.ring)
+        return _extend_by_objects(target, target.init(None), objects, mask).replace(ring=new.ring)
     result = eager.init(target, spec, None)
     if len(slots) and cuts is not None and old.writer.is_chronological:
-        # The rows of its episode before the first row of each environment, int32 `[E]`.
-        first = np.take_along_axis(slots, kept.mask.argmax(axis=0)[None], axis=0)[0]
-        episode_step = lambda state, at: old.unit.episode_step(state.unit, at)
-        before = _read(old, states, first, episode_step, 0)
-        if before is None:
-            before = _UNKNOWN
-        elif old.unit != new.unit:
-            before = np.where(before > 0, _UNKNOWN, 0)  # each unit counts up to a limit of its own
-        before = jnp.asarray(np.where(kept.mask.any(axis=0), before, 0), jnp.int32)
-        result = result.replace(unit=target.unit.init_mid_episode(result.unit, before))
+        steps_before = _steps_before(old, states, new, kept)
+        result = result.replace(unit=target.unit.init_mid_episode(result.unit, steps_before))
+    # Write the rows piece by piece, and mark the ends of episodes that no flag marks.
     for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
         before = _read(old, states, slots[piece], old.take, 1)
         items, seams = convert(before), None if cuts is None else jnp.asarray(cuts[piece])
         is_converted = items is not before and old.num_envs == new.num_envs
         if is_converted and seams is not None and old.keys.flags(before):
-            seams &= ~ends_of(before, old.keys)  # the new flags tell which rows have one
+            # The new flags say which of the rows with an old flag end an episode.
+            seams &= ~ends_of(before, old.keys)
         if target.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
         result = eager.fill(target, result, items, seams, None if mask is None else mask[piece])
@@ -457,6 +487,20 @@ def _write_items(
     return result.replace(ring=new.ring)
 
 
+def _steps_before(
+    old: ReplayBuffer, states: Sequence[BufferState], new: ReplayBuffer, kept: _Selection
+) -> jax.Array:
+    """Returns the steps of its episode before the first kept row of each environment, `[E]`."""
+    first = np.take_along_axis(kept.slots, kept.mask.argmax(axis=0)[None], axis=0)[0]
+    count = _read(old, states, first, lambda state, at: old.unit.episode_step(state.unit, at), 0)
+    if count is None:
+        count = _UNKNOWN
+    elif old.unit != new.unit:
+        # Each unit counts up to a limit of its own.
+        count = np.where(count > 0, _UNKNOWN, 0)
+    return jnp.asarray(np.where(kept.mask.any(axis=0), count, 0), jnp.int32)
+
+
 def _sampler_state(
     buffer: ReplayBuffer,
     states: list[PartState],
@@ -467,16 +511,19 @@ def _sampler_state(
 ) -> Any:
     """Returns the new sampler's state with what the old ones knew about the items at `slots`."""
     old, sampler = buffer.sampler, new.sampler
+    # A sampler of the same kind imports the old state, joined from those of all shards.
     if old == sampler or (type(old) is type(sampler) and not sampler.prioritized):
         state = states[0]
         if len(states) > 1 and isinstance(old, ShardedSampler):
             state = old.concat_shard_states(states)
-        elif len(states) > 1 and not old.consumes:  # queues without pending items are all alike
+        elif len(states) > 1 and not old.consumes:
+            # Queues need no such method: without pending items they are all alike.
             raise missing_method(old, "concat_shard_states", "rebuild", "ShardedSampler")
         import_state = type(sampler).import_state
         return _call(sampler, result.sampler, state, slots, new_slots, function=import_state)
     if not (isinstance(old, PrioritizedSampler) and isinstance(sampler, PrioritizedSampler)):
         return result.sampler
+    # Another sampler with priorities gets those of the items, and drops what was dropped.
     raw = jnp.concatenate([old.priorities(state) for state in states])[slots]
     assigned = _call(sampler, result.sampler, new_slots, raw, None, function=type(sampler).assign)
     dropped = new_slots[np.asarray(raw == DROPPED)]
@@ -485,7 +532,7 @@ def _sampler_state(
     return sampler.drop(new.ring, assigned, dropped, jnp.ones(dropped.shape, jnp.bool_))
 
 
-def regrouped(
+def regroup_shards(
     old: ReplayBuffer | Sharded,
     states: Mapping[int, BufferState],
     new: ReplayBuffer | Sharded,
@@ -498,22 +545,32 @@ def regrouped(
     """
     part, target = (one.part if isinstance(one, Sharded) else one for one in (old, new))
     _check_shards(old, states, new)
-    same = _with_converted(part, states[number], target, convert) if part == target else None
+    same = _convert_in_place(part, states[number], target, convert) if part == target else None
     if same is not None:
         return same
-    first = number * target.ring.envs  # environments are dealt to shards in their order
+    # Environments are dealt to shards in their order: find the old shards that have those wanted.
+    first = number * target.ring.envs
     stop = first + target.ring.envs
     needed = list(range(first // part.ring.envs, -(-stop // part.ring.envs)))
     validate.check_slots(len(needed) * part.capacity)
     # Slots of the needed shards are numbered one shard after the other.
     columns = slice(first - needed[0] * part.ring.envs, stop - needed[0] * part.ring.envs)
+    shards = [states[k] for k in needed]
+    kept = _select_environments(part, shards, target, columns)
+    return _refill(part, shards, target, kept, convert)
+
+
+def _select_environments(
+    part: ReplayBuffer, shards: Sequence[BufferState], target: ReplayBuffer, columns: slice
+) -> _Selection:
+    """Returns the newest rows that fit of some environments, `columns` among those of shards."""
     selections = []
-    for k, shard in enumerate(needed):
-        state = states[shard]
+    for k, state in enumerate(shards):
         occupancy = part.writer.held(part.ring, state.writer)
         slots, mask = _newest_rows(part.ring, occupancy, target.ring.rows * part.ring.envs)
         ends = np.array(_is_episode_end(part, state.writer, state.unit, slots))
         selections.append((slots + k * part.capacity, mask, ends))
+    # Join the shards, aligned at their newest rows, and take the columns.
     rows = max(len(slots) for slots, _, _ in selections)
     slots, mask, cuts = (
         np.concatenate([np.pad(x, ((rows - len(x), 0), (0, 0))) for x in field], axis=1)[:, columns]
@@ -527,8 +584,7 @@ def regrouped(
         )
     # Masked entries get any slot of their environment.
     slots = np.where(mask, slots, np.max(np.where(mask, slots, 0), axis=0))
-    kept = _Selection(slots.astype(np.int32), mask, cuts)
-    return _refill(part, [states[k] for k in needed], target, kept, convert)
+    return _Selection(slots.astype(np.int32), mask, cuts)
 
 
 # Checks.

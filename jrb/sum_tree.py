@@ -38,7 +38,7 @@ from jrb._util import checks
 from jrb._util.public import PublicNames
 from jrb._util.pytree import PyTree
 from jrb._xla import dependencies, gather, random_bits
-from jrb._xla.compiling import entry
+from jrb._xla.compiling import with_unified_arguments
 
 __all__ = [
     "LARGEST",
@@ -168,14 +168,14 @@ def init(capacity: int, branching: int | None = None) -> Tree:
 
 
 @jax.jit
-@entry
+@with_unified_arguments
 def total(tree: Tree) -> jax.Array:
     """Returns the sum of all masses, float32 `[]`."""
     return root(tree)
 
 
 @jax.jit
-@entry
+@with_unified_arguments
 def leaves(tree: Tree) -> jax.Array:
     """Returns all masses, float32 `[N]`."""
     return leaf_values(tree)
@@ -222,7 +222,7 @@ def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
 
 
 @jax.jit
-@entry
+@with_unified_arguments
 def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     # Refused masses, and indices out of range, go to a node that does not exist.
     good = (indices >= 0) & (indices < tree.capacity) & (masses >= 0) & jnp.isfinite(masses)
@@ -252,7 +252,7 @@ def find(tree: Tree, mass: jax.Array) -> jax.Array:
 
 
 @jax.jit
-@entry
+@with_unified_arguments
 def _find(tree: Tree, mass: jax.Array) -> jax.Array:
     # NaN and negative points count as 0; without mass, leaf 0 is returned.
     indices, _ = _descend(tree, jnp.where(mass > 0, mass, 0.0), None)
@@ -284,7 +284,7 @@ def sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool = True)
 
 
 @functools.partial(jax.jit, static_argnames=("batch_size", "stratified"))
-@entry
+@with_unified_arguments
 def _sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool) -> jax.Array:
     words, indices, _, mass = draw(tree, key, batch_size, stratified)
     # Without mass, all leaves are equally likely.

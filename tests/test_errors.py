@@ -169,7 +169,7 @@ def test_more_slots_than_int32_tells_apart_are_for_shards():
     assert made.storage["x"].shape == (8, 2**30)
     few = jrb.ReplayBuffer(64, num_envs=8)
     with pytest.raises(ValueError, match=r"at most 2147483647 slots .* got 8589934592"):
-        migrate.regrouped(sharded, {}, few, 0)  # one int32 would number all slots
+        migrate.regroup_shards(sharded, {}, few, 0)  # one int32 would number all slots
 
 
 @pytest.mark.parametrize("value", [jnp.float32(0.5), np.zeros(2)])

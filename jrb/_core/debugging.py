@@ -11,8 +11,10 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._core import steps
 from jrb.state import Buffer, BufferState, Sample
 
+# The most keys that are remembered, the newest ones.
 _MOST_KEYS = 1_000_000
 _USED_TWICE = (
     "sample: a key was used before, by another draw: both draw alike. Split or fold_in the key."
@@ -31,7 +33,7 @@ OBSERVERS: list[Callable[..., None]] = []
 description, the state, a dict of other arguments, and the result. Arrays in these may be traced."""
 
 
-def tell(method: str, buffer: Buffer, state: BufferState, result: Any, **arguments: Any) -> None:
+def notify(method: str, buffer: Buffer, state: BufferState, result: Any, **arguments: Any) -> None:
     """Calls all observers."""
     for observer in OBSERVERS:
         observer(method, buffer, state, arguments, result)
@@ -66,6 +68,7 @@ def debug(on: bool = True) -> contextlib.ExitStack:
         >>> print(told[0].message)
         sample: a key was used before, by another draw: both draw alike. Split or fold_in the key.
     """
+    # The checks are on at once, without a `with` too; the end of a `with` restores what was before.
     undo = contextlib.ExitStack()
     undo.callback(_switch, _observe in OBSERVERS)
     _switch(on)
@@ -80,53 +83,54 @@ def _switch(on: bool) -> None:
         OBSERVERS.append(_observe)
 
 
-_keys: dict[tuple[Any, bytes], None] = {}  # of the newest draws, oldest first
+# The keys of the newest draws, oldest first.
+_keys: dict[tuple[Any, bytes], None] = {}
 
 
 def _observe(method: str, buffer: Buffer, state: BufferState, arguments: dict, result: Any) -> None:
     if method == "sample":
         mask, least = result[1].mask, buffer.min_size
-        _call_on_host(_look_at_key, jax.random.key_data(arguments["key"]))
+        _call_on_host(_check_key, jax.random.key_data(arguments["key"]))
         few = "" if least is None else f", or fewer than min_size={least}"
         text = (
             f"sample: the buffer has no item that can be drawn{few}: the batch is masked. Look at "
             f"can_sample before. {buffer.unit.anchor_requirement}"
         ).rstrip()
-        _call_on_host(functools.partial(_warn_of, text), (~mask.any()).astype(jnp.int32))
+        _call_on_host(functools.partial(_warn_if_any, text), (~mask.any()).astype(jnp.int32))
     elif method == "update_priority":
         which, priorities = arguments["which"], arguments["priorities"]
         good = (priorities >= 0) & jnp.isfinite(priorities.astype(jnp.float32))
         if isinstance(which, Sample):
-            good = good | ~(which.mask if which.mask.shape == good.shape else _drawn(which))
+            # Priorities of masked entries, or masked steps, are not used and may be anything.
+            drawn = steps.has_item(which)
+            good = good | ~(which.mask if which.mask.shape == good.shape else drawn)
             now = buffer.writer.generation_of(buffer.ring, state.writer, which.indices)
-            stale = jnp.sum(_drawn(which) & (now != which.stamp), dtype=jnp.int32)
-            _call_on_host(functools.partial(_warn_of, _STALE), stale)
+            stale = jnp.sum(drawn & (now != which.stamp), dtype=jnp.int32)
+            _call_on_host(functools.partial(_warn_if_any, _STALE), stale)
         refused = jnp.sum(~good, dtype=jnp.int32)
-        _call_on_host(functools.partial(_warn_of, _REFUSED), refused)
+        _call_on_host(functools.partial(_warn_if_any, _REFUSED), refused)
 
 
-def _drawn(sample: Sample) -> jax.Array:
-    return sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
-
-
-def _call_on_host(look: Callable[[np.ndarray], None], array: jax.Array) -> None:
-    """Calls `look` with the array as NumPy's: at once, or inside `jit` when the program runs."""
+def _call_on_host(check: Callable[[np.ndarray], None], array: jax.Array) -> None:
+    """Calls `check` with the array as NumPy's: at once, or inside `jit` when the program runs."""
     if isinstance(array, jax.core.Tracer):
-        jax.debug.callback(lambda value: look(np.asarray(value)), array)
+        jax.debug.callback(lambda value: check(np.asarray(value)), array)
     else:
-        look(np.asarray(array))
+        check(np.asarray(array))
 
 
-def _look_at_key(data: np.ndarray) -> None:
+def _check_key(data: np.ndarray) -> None:
+    """Warns if a draw has used the key of these words before."""
     key = (data.shape, data.tobytes())
     if key in _keys:
-        _warn_of(_USED_TWICE, np.ones(()))
+        _warn_if_any(_USED_TWICE, np.ones(()))
     _keys[key] = None
+    # Forget the oldest key: a dict keeps the order of insertion.
     if len(_keys) > _MOST_KEYS:
         del _keys[next(iter(_keys))]
 
 
-def _warn_of(text: str, count: np.ndarray) -> None:
+def _warn_if_any(text: str, count: np.ndarray) -> None:
     """Warns unless the count is 0; the count replaces {} in the text."""
     if count:
         warnings.warn(text.replace("{}", str(count)), DebugWarning, stacklevel=2)

@@ -110,6 +110,7 @@ def write(
     if buffer.writer.blocks_when_full:
         _check_room(buffer, state, items, mask)
     if is_one_step(buffer, state, items, others):
+        # Inside `jit`, XLA decides about copies.
         if not is_traced(state, items, others):
             warn_of_copies(buffer, state, 7)
         after = steps.write(buffer, state, casting.copy_arrays(items), *others)
@@ -118,16 +119,17 @@ def write(
         if after is None:
             after = steps.write(buffer, state, items, *others)
     if debugging.OBSERVERS:
-        debugging.tell("add", buffer, state, after, items=items)
+        debugging.notify("add", buffer, state, after, items=items)
     return after
 
 
 def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: jax.Array | None) -> None:
     """Raises `ValueError` if there is no room for the rows; checks nothing inside `jit`."""
-    room = (
-        None if is_traced(state, items, mask) else steps.room(buffer, state.replace(storage=None))
-    )
-    if room is None or is_traced(room):
+    if is_traced(state, items, mask):
+        return
+    # Inside `jit` the result may be traced though the state is not.
+    room = steps.room(buffer, state.replace(storage=None))
+    if is_traced(room):
         return
     num_rows = len(jax.tree.leaves(items)[0]) if mask is None else int(np.sum(mask))
     if num_rows > room:
@@ -150,9 +152,9 @@ def fill(
     cuts: jax.Array | None = None,
     mask: jax.Array | None = None,
 ) -> Any:
-    """Writes in place, also outside `jit`, to a state that nobody else uses."""
+    """Writes in place, also outside `jit`, to a state that is used nowhere else."""
     check_state(buffer, state)
-    with lengths_of(buffer).padded(state, items, mask, cuts) as (items, mask, cuts):
+    with lengths_of(buffer).pad_arguments(state, items, mask, cuts) as (items, mask, cuts):
         if on_host(buffer):
             return write(buffer, state, items, mask, cuts)
         return steps.write_in_place(buffer, state, casting.copy_arrays(items), mask, cuts)
@@ -189,23 +191,26 @@ def draw(
     check_kind(buffer, state)
     inside, run = _program_of(buffer)
     drawn = None
+    # Only two arrays are looked at, as to look at all takes longer; `_is_drawn` notices the others.
     if not (is_tracer(key) or is_tracer(state.edits)):
         is_drawn = functools.partial(_is_drawn, buffer, state, quiet)
         drawn = run(state, key, beta, {"batch_size": batch_size, "moves": moves}, is_drawn)
-    if drawn is None:  # some of the arguments are traced
+    # If some of the arguments are traced, add the draw to the program that is traced.
+    if drawn is None:
         check_state(buffer, state)
         drawn = steps.draw_inside(buffer, state, key, batch_size, beta)
         if debugging.OBSERVERS:
-            debugging.tell("sample", buffer, state, drawn, key=key)
+            debugging.notify("sample", buffer, state, drawn, key=key)
         return drawn
     sampler, sample = drawn
+    # Apply the transforms that are not compiled into the draw.
     if inside < len(buffer.transforms):
         batch = TransformContext(key, sample.mask, buffer.keys, ends=sample.info.get("is_last"))
-        data = transforming.outward(buffer.transforms[inside:], sample.data, batch, inside)
+        data = transforming.apply_transforms(buffer.transforms[inside:], sample.data, batch, inside)
         sample = sample.replace(data=data)
     drawn = state.replace(sampler=sampler) if moves else state, sample
     if debugging.OBSERVERS:
-        debugging.tell("sample", buffer, state, drawn, key=key)
+        debugging.notify("sample", buffer, state, drawn, key=key)
     return drawn
 
 
@@ -218,9 +223,11 @@ def _is_drawn(buffer: Buffer, state: BufferState, quiet: bool, mask: Any) -> boo
     for _ in range(1000):
         if mask.is_ready():
             break
+    # The first entry is nearly always True, and quicker to look at than all.
     values = np.asarray(mask)
     if values.item(0) or values.any():
         return True
+    # Nothing was drawn: find out why.
     size = int(buffer.size(state))
     num_anchors = int(steps.num_anchors(buffer, state.replace(storage=None)))
     is_masked = bool(ready(buffer, state, len(values)))
@@ -255,9 +262,7 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
     # It is cached: between two compiled calls of a Python loop, each call of a function costs a
     # microsecond. A plain function among the transforms may close over a value that changes: it is
     # called at each draw, and so are the transforms after it, and all transforms of objects.
-    storage = buffer.storage
-    inside = transforming.fixed(buffer.transforms) if buffer.transforms else 0
-    inside = 0 if storage.of_objects else inside
+    inside = 0 if buffer.storage.of_objects else transforming.count_fixed(buffer.transforms)
     fixed: Any = buffer
     if inside < len(buffer.transforms):
         fixed = dataclasses.replace(buffer, transforms=buffer.transforms[:inside])
@@ -322,9 +327,11 @@ def update(
     priorities: jax.Array,
     donate: bool = False,
 ) -> Any:
-    after = _moved(steps.update, donate, buffer, state, sample, priorities)
+    after = _call_without_items(steps.update, donate, buffer, state, sample, priorities)
     if debugging.OBSERVERS:
-        debugging.tell("update_priority", buffer, state, after, which=sample, priorities=priorities)
+        debugging.notify(
+            "update_priority", buffer, state, after, which=sample, priorities=priorities
+        )
     return after
 
 
@@ -332,33 +339,36 @@ def update(
 def drop(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array, donate: bool = False
 ) -> BufferState:
-    return _moved(steps.drop, donate, buffer, state, where)
+    return _call_without_items(steps.drop, donate, buffer, state, where)
 
 
-def _moved(
+def _call_without_items(
     step: Callable[..., Any], donate: bool, buffer: Buffer, state: BufferState, *args: Any
 ) -> Any:
     """Calls a step that leaves items alone; with `donate`, it may change the sampler only."""
     check_state(buffer, state)
     if is_traced(state, args):
         return step(buffer, state, *args)
-    half, args = state.replace(storage=None), tuple(map(_light, args))
+    half, args = state.replace(storage=None), tuple(map(_without_data, args))
     if not donate:
         return step(buffer, half, *args).replace(storage=state.storage)
-    moved = _moved_in_place(step)(buffer)
-    return state.replace(sampler=moved(state.sampler, half.replace(sampler=None), *args))
+    # Only the sampler's state is donated, and the program returns nothing else.
+    move_sampler = _sampler_program(step)(buffer)
+    return state.replace(sampler=move_sampler(state.sampler, half.replace(sampler=None), *args))
 
 
 @functools.cache
-def _moved_in_place(step: Callable[..., Any]) -> Callable[[Buffer], Any]:
+def _sampler_program(step: Callable[..., Any]) -> Callable[[Buffer], Any]:
+    """Returns a step as a function from a description to a program that returns the sampler."""
+
     @per_description(donated=("sampler",))
-    def moved(buffer: Buffer, sampler: Any, others: BufferState, *args: Any) -> Any:
+    def move_sampler(buffer: Buffer, sampler: Any, others: BufferState, *args: Any) -> Any:
         return step(buffer, others.replace(sampler=sampler), *args).sampler
 
-    return moved
+    return move_sampler
 
 
-def _light(where: Sample | jax.Array | None) -> Any:
+def _without_data(where: Sample | jax.Array | None) -> Any:
     """Returns a sample without its data, so that fewer arrays are passed; slots as they are."""
     if not isinstance(where, Sample):
         return where
@@ -368,14 +378,15 @@ def _light(where: Sample | jax.Array | None) -> Any:
 @explained
 def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> Any:
     """Ends the running episodes of some environments, bool `[E]`."""
-    return _moved(steps.truncate, False, buffer, state, which)
+    return _call_without_items(steps.truncate, False, buffer, state, which)
 
 
 @explained
 def empty(buffer: Buffer, state: BufferState) -> Any:
-    after = _moved(steps.empty, False, buffer, state)
+    after = _call_without_items(steps.empty, False, buffer, state)
     if is_traced(state):
         return after
+    # The step had no items: empty their storage here.
     storage = buffer.storage.reset(buffer.ring, state.storage, jnp.int32(0))
     return after.replace(storage=storage)
 
@@ -413,9 +424,9 @@ def edit(
     if is_one_step(buffer, state, where, values):
         if not is_traced(state, where, values):
             warn_of_copies(buffer, state)
-            where = _light(where)
+            where = _without_data(where)
         return editing.edit(buffer, state, where, casting.copy_arrays(values))
-    where = jnp.arange(buffer.capacity, dtype=jnp.int32) if where is None else _light(where)
+    where = jnp.arange(buffer.capacity, dtype=jnp.int32) if where is None else _without_data(where)
     return host_calls.edit(buffer, state, where, values, objects)
 
 

@@ -27,16 +27,17 @@ from jrb.types.messages import episode_ends
 Values = dict[str, jax.Array]
 """A dict from the names of leaves to their new values, `[B, ...]`."""
 
-_ODD = np.uint32(0x9E3779B1)  # an odd number without a pattern, from the golden ratio
+# An odd number without a pattern, from the golden ratio.
+_ODD = np.uint32(0x9E3779B1)
 
 
 def _slots_to_edit(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array
 ) -> tuple[BufferState, jax.Array]:
     """Returns the state and the slots to edit, int32 `[B]`; N for empty or overwritten slots."""
-    # Writes to the returned state wait for the reads of the sample.
     ring = buffer.ring
     if isinstance(where, Sample):
+        # Writes to the returned state wait for the reads of the sample.
         state, slots, is_held = steps.target_slots(buffer, state, where)
     else:
         slots, held = where, buffer.writer.held(ring, state.writer)
@@ -51,7 +52,7 @@ def plan_edit(
 ) -> BufferState:
     """Returns the edited state of compiled parts, with the slots that the host has to edit."""
     _, slots = _slots_to_edit(buffer, state, where)
-    return _edited(buffer, state, slots, values)
+    return _edit_items(buffer, state, slots, values)
 
 
 @by_description()
@@ -65,9 +66,10 @@ def edit(
         # Accelerators scatter in any order, so only the last of equal slots is kept.
         slots = buffer.ring.last_of_equals(slots)
     if buffer.storage.shares(context, state.storage, frozenset(values)):
-        return _written_anew(buffer, context, state, slots, values)
+        return _rewrite_all_rows(buffer, context, state, slots, values)
+    # Ends without a flag are known only to the unit: read them before the flags change.
     before = cuts(buffer, state) if flags(buffer, state) & set(values) else None
-    state = _edited(buffer, state, slots, values)
+    state = _edit_items(buffer, state, slots, values)
     return state if before is None else with_ends(buffer, state, before)
 
 
@@ -81,50 +83,56 @@ def rewrite(
     # The loop covers all N ranks: the number of held items is not known at compile time.
     trips = -(-capacity // batch_size)
 
-    def new(number: jax.Array, state: BufferState) -> tuple[jax.Array, Values]:
+    def compute_values(number: jax.Array, state: BufferState) -> tuple[jax.Array, Values]:
+        # Entries beyond the held items read some slot, and write to slot N, which is dropped.
         rank = number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
         slots = held.nth(ring, jnp.minimum(rank, capacity - 1))
-        values = compiling.admitted(function(steps.take(buffer, state, slots)))
+        values = compiling.unify_arguments(function(steps.take(buffer, state, slots)))
         return jnp.where(rank < held.size, slots, capacity), values
 
-    names = frozenset(jax.eval_shape(new, 0, state)[1])
+    names = frozenset(jax.eval_shape(compute_values, 0, state)[1])
     if buffer.storage.shares(context, state.storage, names):
-        slots, values = jax.lax.map(lambda number: new(number, state), jnp.arange(trips))
+        # All rows are written again at once, so compute the values of all batches first.
+        slots, values = jax.lax.map(lambda number: compute_values(number, state), jnp.arange(trips))
         flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
-        return _written_anew(buffer, context, state, flat(slots), jax.tree.map(flat, values))
+        return _rewrite_all_rows(buffer, context, state, flat(slots), jax.tree.map(flat, values))
     before = cuts(buffer, state) if flags(buffer, state) & set(names) else None
 
-    def chunk(number: jax.Array, state: BufferState) -> BufferState:
-        slots, values = new(number, state)
-        return _edited(buffer, state, slots, values, dependencies.zero_depending_on(values))
+    def edit_batch(number: jax.Array, state: BufferState) -> BufferState:
+        slots, values = compute_values(number, state)
+        # The write waits for the reads; otherwise XLA could copy the storage in each turn.
+        token = dependencies.zero_depending_on(values)
+        return _edit_items(buffer, state, slots, values, token)
 
-    state = dependencies.loop(trips, chunk, state)
+    state = dependencies.loop(trips, edit_batch, state)
     return state if before is None else with_ends(buffer, state, before)
 
 
-def _edited(
+def _edit_items(
     buffer: Buffer, state: BufferState, slots: jax.Array | None, values: Values, token: Any = 0
 ) -> BufferState:
     """Edits items once `token` is known, and changes `state.edits`, so that a save notices it."""
     context = context_of(buffer, state.writer)
     later = None if slots is None else slots + token
     storage = buffer.storage.edit(context, state.storage, later, values)
-    return state.replace(storage=storage, edits=_mixed(state, slots, values))
+    return state.replace(storage=storage, edits=_hash_edit(state, slots, values))
 
 
-def _mixed(state: BufferState, slots: jax.Array | None, values: Values) -> jax.Array:
+def _hash_edit(state: BufferState, slots: jax.Array | None, values: Values) -> jax.Array:
     """Returns the next `state.edits`: a hash of all edits so far, which saves compare."""
-    mixed = state.edits * _ODD + np.uint32(1)
+    # The 1 makes a difference even if all slots and values are 0.
+    edits = state.edits * _ODD + np.uint32(1)
     for leaf in [*values.values()] if slots is None else [slots, *values.values()]:
         words = jax.random.key_data(leaf) if casting.is_keys(leaf.dtype) else leaf
         total = jnp.uint32(0)
-        if words.size:  # some bits of the first element of each row
+        if words.size:
+            # Hash some bits of the first element of each row, with its position.
             first = words.reshape(words.shape[0], -1)[:, 0]
             bits = jax.vmap(dependencies.some_bits)(first[:, None]).astype(jnp.uint32)
             position = jnp.arange(1, first.size + 1, dtype=jnp.uint32)
             total = jnp.sum(position * bits * _ODD, dtype=jnp.uint32)
-        mixed = mixed * _ODD + total
-    return mixed
+        edits = edits * _ODD + total
+    return edits
 
 
 # Ends of episodes.
@@ -142,7 +150,9 @@ def flags(buffer: Buffer, state: BufferState) -> set[str]:
 def _all_rows(ring: Ring, held: Occupancy) -> WritePlan:
     """Returns the plan of a write of all rows that are held, oldest first."""
     slots, num_rows = held.oldest(ring, ring.rows), held.rows(ring)
+    # The plan has all R rows, as their number is static; those beyond the held ones are masked.
     written = jnp.arange(ring.rows, dtype=jnp.int32)[:, None] < num_rows
+    # If environments have clocks of their own, each has its own number of rows.
     each = held.streams > 1
     written = written if each else written[:, 0]
     return WritePlan(
@@ -190,6 +200,8 @@ def flagged_ends(buffer: Buffer, context: Context, items: Item) -> jax.Array:
     """Returns which rows of `items`, leaves `[R, E, ...]`, end an episode by their flags."""
     every = _all_rows(context.ring, context.held)
     if buffer.keys.episode is not None:
+        # A row whose successor has another episode number ends an episode. Nothing precedes the
+        # oldest row, so it is compared with itself.
         first = buffer.keys.get(items, "episode")[0].reshape(-1)
         changes = episode_changes(items, buffer.keys, every.written_by_clock, first)
         every = dataclasses.replace(every, cuts=changes[0])
@@ -201,10 +213,11 @@ def with_ends(buffer: Buffer, state: BufferState, cuts: jax.Array) -> BufferStat
     """Rebuilds unit and sampler from the new flags, and from ends without a flag, `cuts`."""
     context = context_of(buffer, state.writer)
     items = leaves_of(buffer, context, state, flags(buffer, state))
-    return _rebuilt(buffer, context, state, items, cuts, _all_rows(context.ring, context.held))
+    plan = _all_rows(context.ring, context.held)
+    return _rebuild_index(buffer, context, state, items, cuts, plan)
 
 
-def _rebuilt(
+def _rebuild_index(
     buffer: Buffer,
     context: Context,
     state: BufferState,
@@ -229,23 +242,19 @@ def _rebuilt(
         changes = episode_changes(items, buffer.keys, plan.written_by_clock, state.numbers)
         cuts, state = cuts | changes[0], state.replace(numbers=changes[2])
     plan = dataclasses.replace(plan, cuts=cuts)
-    after, change = unit.on_write(_emptied(context), blank, plan, items)
+    empty = dataclasses.replace(context, held=context.held.emptied())
+    after, change = unit.on_write(empty, blank, plan, items)
     old = unit.anchors(context, state.unit)
     new = unit.anchors(context_of(buffer, state.writer), after)
     state = state.replace(unit=after)
-    # If every held slot is an anchor, ends of episodes make no difference to the anchors.
+    # If every held slot is an anchor before and after, the anchors are the same.
     if old.all_held and new.all_held and plan.bounded:
-        return state  # the same slots as before
+        return state
     sampler = buffer.sampler.rebuild_index(ring, state.sampler, change.entered, old, new)
     return state.replace(sampler=sampler)
 
 
-def _emptied(context: Context) -> Context:
-    """Returns the context of an empty ring, into which the oldest row is written first."""
-    return dataclasses.replace(context, held=context.held.emptied())
-
-
-def _written_anew(
+def _rewrite_all_rows(
     buffer: Buffer, context: Context, state: BufferState, slots: jax.Array | None, values: Values
 ) -> BufferState:
     """Edits observations that several rows share: reads, edits and rewrites all rows."""
@@ -259,17 +268,19 @@ def _written_anew(
     if not buffer.unit.one_row:
         before = cuts(buffer, state)
 
-    def changed(path: tuple, leaf: jax.Array) -> jax.Array:
+    def set_values(path: tuple, leaf: jax.Array) -> jax.Array:
         new = values.get(pytree.leaf_name(path))
         if new is None:
             return leaf
         flat = leaf.reshape(ring.capacity, *leaf.shape[2:])
         return flat.at[at].set(new, mode="drop").reshape(leaf.shape)
 
-    items = jax.tree_util.tree_map_with_path(changed, items)
+    items = jax.tree_util.tree_map_with_path(set_values, items)
+    # Write them into the emptied storage, once all have been read. It may then have no room for
+    # some of the oldest rows.
     blank = buffer.storage.reset(ring, state.storage, dependencies.zero_depending_on(items))
-    every = _all_rows(ring, context.held)
-    storage, plan = buffer.storage.write(_emptied(context), blank, every, items)
+    empty = dataclasses.replace(context, held=context.held.emptied())
+    storage, plan = buffer.storage.write(empty, blank, _all_rows(ring, context.held), items)
     writer = buffer.writer.evict_oldest(ring, state.writer, plan.expired)
-    state = state.replace(storage=storage, writer=writer, edits=_mixed(state, slots, values))
-    return _rebuilt(buffer, context, state, items, before, plan)
+    state = state.replace(storage=storage, writer=writer, edits=_hash_edit(state, slots, values))
+    return _rebuild_index(buffer, context, state, items, before, plan)

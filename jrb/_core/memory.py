@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +16,10 @@ from jrb._xla import compat
 
 Device = jax.Device | jax.sharding.Sharding | None
 
-_SMALL = 4096  # bytes
-_ODD = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], np.uint32)  # primes of xxHash
+# Smaller arrays are not copied by a compiled program.
+_SMALL = 4096
+# Primes of xxHash.
+_ODD = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], np.uint32)
 
 PIECE = 8 << 20
 """Bytes that are transferred at a time."""
@@ -69,22 +71,26 @@ def reader(leaf: Leaf) -> Callable[[int, int], Any]:
         whole = view(np.asarray(leaf))
         return lambda start, stop: whole[start:stop]
     if len(leaf.devices()) > 1:
-        return _over_devices(leaf)
+        return _reader_of_shards(leaf)
     width = leaf.dtype.itemsize
 
     def read(start: int, stop: int) -> memoryview:
-        with compat.enable_x64():  # for positions beyond 2^31
+        # Positions may be beyond 2^31.
+        with compat.enable_x64():
             return view(np.asarray(_cut(leaf, np.int64(start // width), (stop - start) // width)))
 
     return read
 
 
-def _over_devices(leaf: jax.Array) -> Callable[[int, int], Any]:
+def _reader_of_shards(leaf: jax.Array) -> Callable[[int, int], Any]:
     """Returns the reader of a sharded array; it reads each byte from one device that has it."""
+    # Of replicas, which begin at the same row, keep one.
     pieces = {
         (piece.index[0].start or 0) if piece.index else 0: piece.data
         for piece in leaf.addressable_shards
     }
+    # The bytes of a piece are adjacent only if the array is cut along its first axis alone, and
+    # they are complete only if this process has all pieces. Otherwise let JAX join them.
     has_other_cuts = any(piece.shape[1:] != leaf.shape[1:] for piece in pieces.values())
     if has_other_cuts or sum(piece.shape[0] for piece in pieces.values()) != leaf.shape[0]:
         whole = view(np.asarray(leaf))
@@ -94,12 +100,13 @@ def _over_devices(leaf: jax.Array) -> Callable[[int, int], Any]:
     parts.sort(key=lambda part: part[0])
 
     def read(start: int, stop: int) -> Any:
-        some = [
+        # Join what overlaps the range, without a copy if that is one piece.
+        chunks = [
             read_one(max(start - first, 0), min(stop - first, nbytes))
             for first, nbytes, read_one in parts
             if first < stop and start < first + nbytes
         ]
-        return some[0] if len(some) == 1 else memoryview(b"".join(some))
+        return chunks[0] if len(chunks) == 1 else memoryview(b"".join(chunks))
 
     return read
 
@@ -117,7 +124,8 @@ def block_hashes(leaf: Leaf, size: int) -> np.ndarray:
         size: the number of bytes of a block, a multiple of those of an element.
     """
     part = (leaf.array, leaf.index) if isinstance(leaf, Part) else (leaf, None)
-    with compat.enable_x64():  # for arrays of 64 bits, and more than 2^31 elements
+    # Arrays may have 64 bits, or more than 2^31 elements.
+    with compat.enable_x64():
         hashes = _block_hashes(*part, size // leaf.dtype.itemsize)
     return np.ascontiguousarray(hashes).view(np.uint64)[:, 0]
 
@@ -129,6 +137,7 @@ def _block_hashes(leaf: jax.Array, index: int | None, size: int) -> jax.Array:
     # always changes the sums, and a swap of two words does so except in one case in 2^64.
     flat = (leaf if index is None else leaf[index]).reshape(-1)
     flat = jnp.pad(flat, (0, -flat.size % size))
+    # Convert the elements to unsigned words; one of 64 bits becomes two.
     if jnp.issubdtype(flat.dtype, jnp.complexfloating):
         flat = jnp.stack([flat.real, flat.imag], axis=-1)
     if flat.dtype == jnp.bool_:
@@ -138,6 +147,7 @@ def _block_hashes(leaf: jax.Array, index: int | None, size: int) -> jax.Array:
     words = words.reshape(flat.shape[0] // size, -1)
     position = jnp.arange(words.shape[1], dtype=jnp.uint32)[None]
     mixed = (words + position * _ODD[0]) * _ODD[1]
+    # Two different bijections, whose sums are the two halves of the hash.
     sums = [
         jnp.sum((mixed ^ (mixed >> bits)) * odd, axis=1, dtype=jnp.uint32)
         for bits, odd in ((15, _ODD[2]), (13, _ODD[0]))
@@ -145,15 +155,21 @@ def _block_hashes(leaf: jax.Array, index: int | None, size: int) -> jax.Array:
     return jnp.stack(sums, axis=1)
 
 
-def placed(array: np.ndarray, device: Device = None) -> jax.Array:
+def put_on_device(array: np.ndarray, device: Device = None) -> jax.Array:
     """Returns an aligned NumPy array on the device; the caller must not use the array again."""
     if array.nbytes <= PIECE or _goes_to_cpu(device):
-        is_copied = _SMALL < array.nbytes <= PIECE  # the copy is a compiled program: not if small
+        # The copy is a compiled program of its own, which is not worth it for a small array.
+        is_copied = _SMALL < array.nbytes <= PIECE
         result = jnp.array(array, copy=True) if is_copied else jax.device_put(array)
     else:
-        whole = view(array)
-        starts = range(0, len(whole), PIECE)
-        result = _filled(array, ((start, whole[start : start + PIECE]) for start in starts))
+        # Transfer pieces into an array on the device.
+        whole, result = view(array), jnp.zeros(array.size, array.dtype)
+        # Positions may be beyond 2^31.
+        with compat.enable_x64():
+            for start in range(0, len(whole), PIECE):
+                block = np.frombuffer(whole[start : start + PIECE], array.dtype)
+                result = _fill(result, block, np.int64(start // array.dtype.itemsize))
+            result = _shaped(result, array.shape)
     return result if device is None else jax.device_put(result, device)
 
 
@@ -162,16 +178,6 @@ def _goes_to_cpu(device: Device) -> bool:
         return jax.default_backend() == "cpu"
     devices = device.device_set if isinstance(device, jax.sharding.Sharding) else {device}
     return all(one.platform == "cpu" for one in devices)
-
-
-def _filled(spec: Leaf, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
-    """Returns an array on the device, filled piece by piece: pairs of an offset and its bytes."""
-    array = jnp.zeros(spec.size, spec.dtype)
-    with compat.enable_x64():  # for positions beyond 2^31
-        for start, piece in pieces:
-            block = np.frombuffer(piece, spec.dtype)
-            array = _fill(array, block, np.int64(start // spec.dtype.itemsize))
-        return _shaped(array, spec.shape)
 
 
 _cut = jax.jit(

@@ -29,8 +29,10 @@ from jrb.keys import Keys, path_name, within
 from jrb.types import AuxRead, Item, SlotsForLeaf, WritePlan
 from jrb.types.messages import PartState, put_rows
 
-_MAX_BYTES = 1024  # the largest leaf of an item that is packed
-_NARROW_BYTES = 32  # the largest leaf that shares a gather: splitting off larger ones costs more
+# The largest leaf of an item that is packed.
+_MAX_BYTES = 1024
+# The largest leaf that shares a gather; to split larger ones off the gathered rows costs more.
+_NARROW_BYTES = 32
 # About how many elements one gather reads of a row. XLA's CPU compiler copies rows of 49 to 75 one
 # element at a time: an add and a sample with rows of 63 take 1.3 to 1.9 times as long.
 _PIECE = 40
@@ -75,8 +77,9 @@ def is_column(thing: Any) -> bool:
 
 def is_small(dtype: DType) -> bool:
     """Returns True if XLA's CPU compiler computes on values of this dtype in a wider one."""
-    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return not extended and np.dtype(dtype).isbuiltin == 2  # 2: registered by another library
+    # NumPy's code 2 is for dtypes that another library has registered.
+    is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return not is_extended and np.dtype(dtype).isbuiltin == 2
 
 
 def word_dtype(dtype: DType) -> np.dtype:
@@ -140,6 +143,7 @@ def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Ar
 def edit_column(column: Column, slots: jax.Array | None, values: jax.Array) -> Column:
     """Writes values `[B, ...]` at distinct slots, int32 `[B]`; drops slot N. None: all slots."""
     words, whole = lax.stop_gradient(to_words(values)), stored_array(column)
+    # Values for all slots replace the array, unless it has further rows.
     if slots is None and words.shape == whole.shape:
         return with_array(column, words)
     slots = jnp.arange(len(words), dtype=jnp.int32) if slots is None else slots
@@ -181,7 +185,8 @@ class RowOrder:
 
     def index(self, slots: jax.Array) -> tuple[jax.Array, ...]:
         """Returns index arrays for slots of at least 0; slot N gives an index out of range."""
-        slots = slots.astype(jnp.uint32)  # so that XLA adds no code for negative indices
+        # Unsigned, so that XLA adds no code for negative indices.
+        slots = slots.astype(jnp.uint32)
         if self.envs is None:
             return (slots,)
         return lax.rem(slots, np.uint32(self.envs)), lax.div(slots, np.uint32(self.envs))
@@ -189,7 +194,8 @@ class RowOrder:
     def put(self, array: jax.Array, plan: WritePlan, words: jax.Array) -> jax.Array:
         """Puts rows `[T, E, W]` at the slots of a write (see `put_rows`)."""
         if plan.consecutive:
-            # Signed: under `vmap` JAX 0.5 writes nothing if this index is unsigned.
+            # One row of time is a block: a slice write is twice as quick as a scatter. The index is
+            # signed, as JAX 0.5 under `vmap` writes nothing if it is unsigned.
             start = self.index(plan.starts[0])[-1].astype(jnp.int32)
             block = words[0] if self.envs is None else words[0][:, None]
             return lax.dynamic_update_slice_in_dim(array, block, start, axis=self.axes - 1)
@@ -214,6 +220,7 @@ class RowOrder:
         at, axes = self.index(slots), tuple(range(self.axes))
         if stop - start == array.shape[-1]:
             return gather.items_at(array, *at)
+        # Gather slices of rows: the last number of each index is the first element.
         dims = lax.GatherDimensionNumbers(
             offset_dims=(slots.ndim,), collapsed_slice_dims=axes, start_index_map=(*axes, len(axes))
         )
@@ -250,8 +257,8 @@ class LeafSlice:
     def of_rows(self, words: Any, first: int = 0) -> jax.Array:
         """Returns the leaf, `[..., *shape]`; `words` has the elements of rows from `first` on."""
         flat = words[..., self.start - first : self.stop - first]
-        flat, dtype = flat.reshape(*words.shape[:-1], *self.shape), word_dtype(self.dtype)
-        return from_words(flat if flat.dtype == dtype else _cast(flat, dtype), self.dtype)
+        flat = flat.reshape(*words.shape[:-1], *self.shape)
+        return from_words(_cast(flat, word_dtype(self.dtype)), self.dtype)
 
     def flat(self, values: jax.Array) -> jax.Array:
         """Returns the leaf's elements `[..., stop - start]`, of its own dtype."""
@@ -261,16 +268,14 @@ class LeafSlice:
 
 def _cast(values: Any, dtype: DType) -> jax.Array:
     """Returns the same bits as another dtype of that size; bool becomes 0 and 1, and back."""
+    if values.dtype == dtype:
+        return values
+    # JAX does not bitcast bool.
     if dtype == np.bool_:
         return values != 0
     if values.dtype == np.bool_:
         return values.astype(dtype)
     return lax.bitcast_convert_type(values, dtype)
-
-
-def _as_words(values: jax.Array, dtype: np.dtype) -> jax.Array:
-    words = to_words(values)
-    return words if words.dtype == dtype else _cast(words, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,10 +336,11 @@ class PackedLeaves(pytree.State):
 
     def shown(self) -> Any:
         """Returns a pytree like an item, with a spec for each packed leaf, or the leaf's column."""
+        # A state that was mapped to something else, or whose dicts were changed, has no such form.
         names = {it.words if isinstance(it, LeafSlice) else it for it in self.layout.entries}
         are_arrays = all(map(pytree.is_array, self.arrays.values()))
         if not are_arrays or names - self.arrays.keys() - self.columns.keys():
-            return self  # of a state that was mapped to something else, or whose dicts were changed
+            return self
 
         def leaf(it: Any) -> Any:
             if not isinstance(it, LeafSlice):
@@ -355,26 +361,32 @@ class PackedLeaves(pytree.State):
         return name in self.places
 
     def __getattr__(self, name: str) -> Any:
+        # A field that is missing while an object is being made must not lead here again.
         if name.startswith("_") or name in ("columns", "arrays", "layout", "order", "places"):
             raise AttributeError(name)
-        getattr(self.places, name)  # raises if items have no such attribute
+        # Raise if items have no such attribute, before all leaves are read.
+        getattr(self.places, name)
         return getattr(self.leaves, name)
 
 
 def zeros(count: int, spec: Item, keys: Keys, order: RowOrder) -> Any:
     """Returns arrays of zeros for `count` items; a plain pytree of columns if no leaf is packed."""
     leaves, names = jax.tree.leaves(spec), pytree.unique_names(spec)
-    groups: dict[str, list[int]] = {}  # indices of leaves, by the dtype of their words
+    # Group the indices of leaves that are packed by the dtype of their words.
+    groups: dict[str, list[int]] = {}
     roles = (keys.reward, keys.done, keys.terminated, keys.truncated, keys.episode)
     for number, (name, leaf) in enumerate(zip(pytree.leaf_names(spec), leaves, strict=True)):
         is_read_alone = any(role is not None and within(name, path_name(role)) for role in roles)
         if is_read_alone or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             continue
         words = word_dtype(leaf.dtype)
-        if words.itemsize <= 4:  # TPUs cannot bitcast floats of 8 bytes to integers
+        # TPUs cannot bitcast floats of 8 bytes to integers: leaves of these share an array only
+        # with others of their own dtype.
+        if words.itemsize <= 4:
             words = np.dtype(f"uint{8 * words.itemsize}")
         if 0 < leaf.size * words.itemsize <= _MAX_BYTES:
             groups.setdefault(words.name, []).append(number)
+    # Every leaf gets a column, or a slice of its group's array unless it is alone in the group.
     entries: list[LeafSlice | str] = list(names)
     arrays = {}
     for words, numbers in groups.items():
@@ -399,17 +411,14 @@ def zeros(count: int, spec: Item, keys: Keys, order: RowOrder) -> Any:
     return PackedLeaves(columns=columns, arrays=arrays, layout=layout)
 
 
-def _places(state: PartState) -> Any:
-    return state.places if isinstance(state, PackedLeaves) else state
+def _entries(state: PartState) -> tuple[list[str], list[Any], Any]:
+    """Returns the names of all leaves, their columns or slices, and the tree structure of these."""
+    tree = state.places if isinstance(state, PackedLeaves) else state
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_column)
+    return [pytree.leaf_name(path) for path, _ in pairs], [it for _, it in pairs], structure
 
 
-def _entries(state: PartState) -> tuple[list[str], list[Any]]:
-    """Returns the names of all leaves, and their columns or slices."""
-    pairs = jax.tree_util.tree_leaves_with_path(_places(state), is_leaf=is_column)
-    return [pytree.leaf_name(path) for path, _ in pairs], [it for _, it in pairs]
-
-
-def _changed(state: PartState, entries: list[Any], arrays: dict[str, Any]) -> Any:
+def _with_entries(state: PartState, entries: list[Any], arrays: dict[str, Any]) -> Any:
     """Returns the state with these arrays, and the columns among `entries`, one entry per leaf."""
     if not isinstance(state, PackedLeaves):
         return jax.tree.unflatten(jax.tree.structure(state, is_leaf=is_column), entries)
@@ -419,20 +428,21 @@ def _changed(state: PartState, entries: list[Any], arrays: dict[str, Any]) -> An
 
 
 def spec(state: PartState) -> Item:
-
-    def one(it: Any) -> jax.ShapeDtypeStruct:
-        shape = it.shape if isinstance(it, LeafSlice) else it.shape[1:]
-        return jax.ShapeDtypeStruct(shape, it.dtype)
-
-    return jax.tree.map(one, _places(state), is_leaf=is_column)
+    """Returns the specs of an item, without a leading axis."""
+    _, entries, structure = _entries(state)
+    shapes = [it.shape if isinstance(it, LeafSlice) else it.shape[1:] for it in entries]
+    pairs = zip(shapes, entries, strict=True)
+    specs = [jax.ShapeDtypeStruct(shape, it.dtype) for shape, it in pairs]
+    return jax.tree.unflatten(structure, specs)
 
 
 def put(state: PartState, plan: WritePlan, items: Item) -> tuple[Any, WritePlan]:
     """Writes rows `[T, E, ...]` at the slots of a plan; returns the new state, and the plan."""
     # Further writes by the returned plan wait for these (`WritePlan.in_line`). Gradients stop here.
-    _, entries = _entries(state)
+    _, entries, _ = _entries(state)
     parts: dict[str, list[tuple[LeafSlice, jax.Array]]] = {}
     after = []
+    # Write the columns, and collect the leaves of each packed array.
     for it, new in zip(entries, jax.tree.leaves(items), strict=True):
         if isinstance(it, LeafSlice):
             parts.setdefault(it.words, []).append((it, lax.stop_gradient(new)))
@@ -449,27 +459,28 @@ def put(state: PartState, plan: WritePlan, items: Item) -> tuple[Any, WritePlan]
         # operand of a concatenation of more than eight.
         runs = itertools.groupby(leaves, key=lambda pair: pair[0].dtype)
         flat = (join(it.flat(leaf) for it, leaf in run) for _, run in runs)
-        words = join(_as_words(values, np.dtype(name)) for values in flat)
+        words = join(_cast(to_words(values), np.dtype(name)) for values in flat)
         arrays[name] = state.order.put(state.arrays[name], plan, words)
         plan = plan.in_line(arrays[name])
-    return _changed(state, after, arrays), plan
+    return _with_entries(state, after, arrays), plan
 
 
 def edit(state: PartState, slots: jax.Array | None, values: dict[str, jax.Array]) -> Any:
     """Writes values `[B, ...]` of some leaves at distinct slots, int32 `[B]`; drops slot N."""
     # `slots` is None for all slots in order; `values` are by leaf name.
-    names, entries = _entries(state)
+    names, entries, _ = _entries(state)
     arrays = dict(state.arrays) if isinstance(state, PackedLeaves) else {}
     for number, (name, it) in enumerate(zip(names, entries, strict=True)):
         if name not in values:
             continue
         if isinstance(it, LeafSlice):
-            words = _as_words(it.flat(lax.stop_gradient(values[name])), np.dtype(it.words))
+            flat = it.flat(lax.stop_gradient(values[name]))
+            words = _cast(to_words(flat), np.dtype(it.words))
             part = slice(it.start, it.stop)
             arrays[it.words] = state.order.edit(arrays[it.words], slots, part, words)
         else:
             entries[number] = edit_column(it, slots, values[name])
-    return _changed(state, entries, arrays)
+    return _with_entries(state, entries, arrays)
 
 
 def get(
@@ -480,7 +491,8 @@ def get(
     Returns:
         The items, and the values of the lookups.
     """
-    slots = [*map(where, _entries(state)[0]), *(it.slots for it in lookups)]
+    names, _, structure_of_items = _entries(state)
+    slots = [*map(where, names), *(it.slots for it in lookups)]
     # Many leaves share one array of slots, which is passed on once.
     unique = {id(each): each for each in slots}
     index = {key: number for number, key in enumerate(unique)}
@@ -491,9 +503,10 @@ def get(
         each = [flat[len(arrays) + index[id(it)]] for it in slots]
         numbers, gathers = _gathers(state, extra, each, times)
         results = dict(zip(numbers, itertools.chain(*gather.read_each(gathers)), strict=True))
+        # The gathers read leaves in an order of their own: bring them back to that of the items.
         ordered = [results[number] for number in range(len(results))]
-        result = jax.tree.structure((_places(state), extra), is_leaf=is_column)
-        return jax.tree.unflatten(result, ordered)
+        count = len(ordered) - len(extra)
+        return jax.tree.unflatten(structure_of_items, ordered[:count]), ordered[count:]
 
     # How many reads `vmap` makes at once is known only inside `read`. That number matters only if
     # a single read has few rows.
@@ -507,6 +520,8 @@ def _gathers(
 ) -> tuple[list[int], list[gather.Gather]]:
     """Returns the order in which the gathers read the leaves, as indices, and the gathers."""
     # Arrays in `extra` count as further leaves. `times` is how many such reads are made at once.
+    # Each group of leaves is read by one gather: its array, its slots, whether these are few, and
+    # the leaves by index.
     groups: dict[Any, tuple[jax.Array, jax.Array, bool, dict[int, Any]]] = {}
     entries = [*_entries(state)[1], *extra]
     for number, (it, at) in enumerate(zip(entries, slots, strict=True)):
@@ -525,6 +540,7 @@ def _gathers(
         if not isinstance(each[0], LeafSlice):
             get = functools.partial(gather.items_at, array, at)
             return get, is_few, lambda rows: [from_words(rows, each[0].dtype)]
+        # Elements between the leaves are read too, as one gather is quicker than several.
         first, stop = min(it.start for it in each), max(it.stop for it in each)
         get = functools.partial(state.order.get, array, at, first, stop)
         return get, is_few, lambda rows: [it.of_rows(rows, first) for it in each]

@@ -43,6 +43,7 @@ def context_of(buffer: Buffer, writer: PartState) -> Context:
 
 @functools.lru_cache(maxsize=64)
 def _reads_windows(unit: Unit) -> bool:
+    # Cached, as units of users may compute `row_steps`, and each step needs a context.
     return unit.row_steps is not None
 
 
@@ -63,8 +64,9 @@ def holds(buffer: Buffer, writer: PartState, slots: jax.Array) -> jax.Array:
 
 def invert(buffer: Buffer, items: Item, num_axes: int) -> Item:
     """Returns items, leaves `[T, E, ...]`, after the inverses of all transforms, to be stored."""
-    inverse = functools.partial(transforming.inward, buffer.transforms)
-    for _ in range(num_axes):  # inverses take one item
+    # Inverses take a single item.
+    inverse = functools.partial(transforming.apply_inverses, buffer.transforms)
+    for _ in range(num_axes):
         inverse = jax.vmap(inverse)
     return inverse(items)
 
@@ -111,20 +113,22 @@ def write(
         writer = buffer.writer.evict_oldest(ring, writer, extra)
     state = state.replace(storage=storage)
     if isinstance(state.sampler, DrawCounts) and state.sampler.draws is not None:
-        none = jnp.zeros(plan.slots.shape, jnp.int32)  # new items were drawn 0 times
-        draws = put_rows(state.sampler.draws, plan, none)
+        # New items were drawn 0 times.
+        draws = put_rows(state.sampler.draws, plan, jnp.zeros(plan.slots.shape, jnp.int32))
         state = state.replace(sampler=state.sampler.replace(draws=draws))
     if state.numbers is not None:
         # Items carry the number of their episode: another number ends the one before.
         changes, ended, numbers = episode_changes(
             items, buffer.keys, plan.written_by_clock, state.numbers
         )
-        state = _truncated(buffer, context, state, ended & (context.held.rows(ring) > 0))
+        state = _end_episodes(buffer, context, state, ended & (context.held.rows(ring) > 0))
         state, cuts = state.replace(numbers=numbers), changes if cuts is None else changes | cuts
     # From here on, units and transforms also see ends of episodes that have no flag.
     plan = dataclasses.replace(plan, cuts=cuts)
     if state.transforms:
-        learned = transforming.learned(buffer.transforms, state.transforms, context, items, plan)
+        learned = transforming.learn_from_write(
+            buffer.transforms, state.transforms, context, items, plan
+        )
         state = state.replace(transforms=learned)
     incoming = IncomingPriorities(
         slots=plan.slots.reshape(-1),
@@ -132,7 +136,7 @@ def write(
         priorities=None if priorities is None else priorities.astype(jnp.float32).reshape(-1),
         first_slot=plan.starts[0] if plan.consecutive else None,
     )
-    return _indexed(buffer, context, state, writer, plan, items, incoming)
+    return _update_index(buffer, context, state, writer, plan, items, incoming)
 
 
 write_in_place = by_description(donated=("state",))(standalone_program(write))
@@ -147,13 +151,14 @@ def _write_row_by_row(buffer: Buffer, state: BufferState, *arguments: Any) -> Bu
         return after.replace(storage=storage), slots
 
     after, slots = lax.scan(write_row, state, arguments)
-    if slots is not None:  # the plan of all rows; a later one may have an earlier's slot
+    if slots is not None:
+        # A storage on the host writes all rows later. Some may have the slot of an earlier row.
         slots = slots.reshape(-1, slots.shape[-1])
         after = after.replace(storage=buffer.storage.with_plan(after.storage, slots))
     return after
 
 
-def _indexed(
+def _update_index(
     buffer: Buffer,
     context: Context,
     state: BufferState,
@@ -186,7 +191,7 @@ def expire(buffer: Buffer, state: BufferState, items: Item, num_rows: jax.Array)
     writer, plan = buffer.writer.plan(ring, state.writer, items, jnp.zeros(1, jnp.bool_))
     plan = dataclasses.replace(plan, expired=num_rows, bounded=False)
     writer = buffer.writer.evict_oldest(ring, writer, num_rows)
-    return _indexed(buffer, context, state, writer, plan, items)
+    return _update_index(buffer, context, state, writer, plan, items)
 
 
 @by_description()
@@ -201,12 +206,15 @@ def room(buffer: Buffer, state: BufferState) -> jax.Array:
         pending = sampler.num_pending(state.sampler, anchors)
     if pending is None:
         return free
+    # Find the rows of the first undrawn anchor, and of the last drawn one.
     first = anchors.count - pending
     ranks = jnp.clip(jnp.stack([first, first - 1]), 0, jnp.maximum(anchors.count - 1, 0))
     slots, _ = anchors.nth(ranks, jax.random.key(0))
     row = held.before(ring, slots)
     # The rows before the first undrawn anchor; if all were drawn, up to the last anchor.
     drawn_rows = jnp.where(first < anchors.count, row[0], row[1] + 1)
+    # The unit reads `lookback` rows before an anchor. One that enters later may be older by
+    # `max_entry_delay` rows.
     free_rows = drawn_rows - unit.lookback - (unit.max_entry_delay or 0)
     return free + jnp.maximum(jnp.where(anchors.count > 0, free_rows, 0), 0)
 
@@ -252,8 +260,8 @@ def draw(
     """Draws anchors and reads their items; every kind of draw is made of these functions.
 
     Items on the host are read between `draw(read=False)` and `assemble`. A shard calls `choose`,
-    and then, once it knows the probabilities of its anchors among those of all shards, `counted`
-    and `assemble` (see `jrb.sharding.joint`).
+    and then, once it knows the probabilities of its anchors among those of all shards,
+    `count_draw` and `assemble` (see `jrb.sharding.joint`).
 
     Returns:
         The sampler's state; and a `Sample`, or with `read=False` the `Draw` to `assemble` it from.
@@ -261,9 +269,9 @@ def draw(
     sampler, chosen = choose(buffer, state, key, batch_size, beta)
     if buffer.min_size is not None:
         enough = context_of(buffer, state.writer).held.size >= buffer.min_size
-        sampler, chosen = if_enough(enough, state.sampler, sampler, chosen)
+        sampler, chosen = mask_unless(enough, state.sampler, sampler, chosen)
     # Masked entries are not counted, so the count comes after `min_size` has masked all.
-    sampler, chosen = counted(buffer, sampler, chosen)
+    sampler, chosen = count_draw(sampler, chosen)
     return sampler, assemble(buffer, state, chosen, key) if read else chosen
 
 
@@ -286,10 +294,11 @@ def shard_stats(buffer: Buffer, state: BufferState) -> ShardStats | None:
     raise missing_method(sampler, "stats and exponent", "draw from shards", "ShardedSampler")
 
 
-def if_enough(
+def mask_unless(
     enough: jax.Array, before: PartState, after: PartState, draw: Draw
 ) -> tuple[Any, Draw]:
     """Returns sampler state and draw; unless `enough`, the old state and a fully masked draw."""
+    # Leaves that the draw left alone need no select.
     keep = lambda new, old: new if new is old else jnp.where(enough, new, old)
     some = lambda leaf: jnp.where(enough, leaf, jnp.zeros_like(leaf))
     draw = draw.replace(
@@ -298,10 +307,11 @@ def if_enough(
     return jax.tree.map(keep, after, before), draw
 
 
-def counted(buffer: Buffer, sampler: PartState, draw: Draw) -> tuple[Any, Draw]:
+def count_draw(sampler: PartState, draw: Draw) -> tuple[Any, Draw]:
     """Counts a draw if the sampler counts; `Draw.draws` is then set to the counts before it."""
     if not isinstance(sampler, DrawCounts) or sampler.draws is None:
         return sampler, draw
+    # Masked entries have slots without a meaning: read some slot in range.
     slots = jnp.where(draw.mask, draw.slots, 0)
     before = jnp.where(draw.mask, gather.read(sampler.draws, slots), 0)
     return count_draws(sampler, draw.slots, draw.mask, before), draw.replace(draws=before)
@@ -319,7 +329,8 @@ def count_draws(sampler: PartState, slots: jax.Array, mask: jax.Array, before: j
     if not isinstance(sampler, DrawCounts) or sampler.draws is None:
         return sampler
     draws = sampler.draws
-    counts = mask & (before < 2**31 - 1 - slots.size)  # near 2^31 a count stays as it is
+    # Near 2^31 a count stays as it is. Entries that do not count add to slot N, which is dropped.
+    counts = mask & (before < 2**31 - 1 - slots.size)
     at = jnp.where(counts, slots, draws.size) + dependencies.zero_depending_on(before)
     one = jnp.ones(slots.shape, jnp.int32)
     return sampler.replace(draws=gather.put(draws, at, one, lax.scatter_add))
@@ -352,13 +363,14 @@ def assemble(
     if not read:
         values = read_lookups() if lookups else []
     else:
+        # Read items and lookups, together if the storage can.
         both = storage.read_with(context, state.storage, plan.where, lookups) if lookups else None
         if both is not None:
             items, values = both
         elif lookups:
             # Items are read after the lookups, so that to wait for the items is to wait for both.
             values = read_lookups()
-            where = _where_after(plan.where, dependencies.zero_depending_on(values))
+            where = _delay_reads_until(plan.where, dependencies.zero_depending_on(values))
             items = storage.read(context, state.storage, where)
         else:
             items, values = storage.read(context, state.storage, plan.where), []
@@ -367,7 +379,9 @@ def assemble(
     info = {**info, **{name: lookup.postprocess(value) for (name, lookup), value in pairs}}
     if read and buffer.transforms:
         batch = TransformContext(key, plan.mask, buffer.keys, ends=info.get("is_last"))
-        data = transforming.outward(buffer.transforms, data, batch, states=state.transforms)
+        data = transforming.apply_transforms(
+            buffer.transforms, data, batch, states=state.transforms
+        )
     about = {"draws": draw.draws, "sampler": draw.sampler}
     return Sample(
         data=data,
@@ -381,8 +395,10 @@ def assemble(
     )
 
 
-def _where_after(where: SlotsForLeaf, token: jax.Array) -> SlotsForLeaf:
+def _delay_reads_until(where: SlotsForLeaf, token: jax.Array) -> SlotsForLeaf:
     """Returns slots that depend on `token`; leaves that shared an array still share one."""
+    # By the `id` of an array, which is kept too, so that no other gets this `id`. Leaves that share
+    # slots share gathers.
     later: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def slots_of(name: str) -> jax.Array:
@@ -417,21 +433,24 @@ def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Arr
 
 def wait(buffer: Buffer, state: BufferState, sample: Sample) -> BufferState:
     """Returns the state such that later writes to it wait for the reads of the sample."""
-    return _after(state, _zero_after_reads(sample, sample.mask))
+    return _delay_writes(state, sample, sample.mask)[0]
 
 
-def _after(state: BufferState, token: jax.Array) -> BufferState:
-    """Returns the state such that later writes to it wait until `token` is known."""
-    parts = dependencies.delay_writes_until((state.storage, state.writer, state.unit), token)
-    return state.replace(storage=parts[0], writer=parts[1], unit=parts[2])
-
-
-def _zero_after_reads(sample: Sample, mask: jax.Array) -> jax.Array:
-    """Returns int32 zero that depends on all reads which a later write must wait for."""
-    # Probabilities and weights are left out, so that they are not computed if nobody uses them. The
-    # indices depend on the sampler's reads already.
+def _delay_writes(
+    state: BufferState, sample: Sample, mask: jax.Array
+) -> tuple[BufferState, jax.Array]:
+    """Returns a state whose later writes wait for a sample's reads; and a zero that does so too."""
+    # Probabilities and weights are left out, so that they are not computed if they are not used.
+    # The indices depend on the sampler's reads already.
     reads = sample.data, sample.indices, sample.info, sample.stamp, mask
-    return dependencies.zero_depending_on(reads)
+    token = dependencies.zero_depending_on(reads)
+    parts = dependencies.delay_writes_until((state.storage, state.writer, state.unit), token)
+    return state.replace(storage=parts[0], writer=parts[1], unit=parts[2]), token
+
+
+def has_item(sample: Sample) -> jax.Array:
+    """Returns which entries of a sample have an item, or any step of one, bool `[B]`."""
+    return sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
 
 
 # Changes of the sampler, and of ends.
@@ -464,33 +483,37 @@ def target_slots(
 
     `where` is a sample, slots, or a mask of all slots, bool `[N]`.
     """
-    # Writes to the returned state wait for the reads of the sample.
     if not isinstance(where, Sample) and where.dtype == jnp.bool_:
-        token = dependencies.zero_depending_on(state.writer)  # which waits for earlier draws
+        # The slots are constants: writes to them would not wait for earlier draws. The writer's
+        # state does.
+        token = dependencies.zero_depending_on(state.writer)
         return state, jnp.arange(where.size, dtype=jnp.int32) + token, where
     if not isinstance(where, Sample):
         return state, where, jnp.ones(where.shape, jnp.bool_)
     # A slot that was overwritten, or emptied, since has another generation than the stamp.
     generation = buffer.writer.generation_of(buffer.ring, state.writer, where.indices)
-    mask = (generation == where.stamp) & where.mask.reshape(where.mask.shape[0], -1).any(axis=1)
-    token = _zero_after_reads(where, mask)
-    return _after(state, token), where.indices + token, mask
+    mask = (generation == where.stamp) & has_item(where)
+    # Writes to the returned state, and at the returned slots, wait for the reads of the sample.
+    state, token = _delay_writes(state, where, mask)
+    return state, where.indices + token, mask
 
 
 @by_description()
 def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> BufferState:
     """Ends the running episodes of some environments, bool `[E]`, at their newest rows."""
-    return _truncated(buffer, context_of(buffer, state.writer), state, which)
+    return _end_episodes(buffer, context_of(buffer, state.writer), state, which)
 
 
-def _truncated(
+def _end_episodes(
     buffer: Buffer, context: Context, state: BufferState, which: jax.Array
 ) -> BufferState:
     unit, change = buffer.unit.truncate(context, state.unit, which)
     state = state.replace(unit=unit)
     if state.transforms:
-        pairs = zip(transforming.learning(buffer.transforms), state.transforms, strict=True)
+        learners = transforming.stateful_transforms(buffer.transforms)
+        pairs = zip(learners, state.transforms, strict=True)
         state = state.replace(transforms=tuple(it.truncate(own, which) for it, own in pairs))
+    # Without a change, no anchor enters or departs.
     if change is None:
         return state
     anchors = buffer.unit.anchors(context, unit)

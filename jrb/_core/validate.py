@@ -22,7 +22,7 @@ from jrb._core.steps import context_of
 from jrb._util import pytree, wording
 from jrb._util.pytree import Leaf, SpecKey
 from jrb._xla import compat
-from jrb._xla.compiling import entry, kept_by_description
+from jrb._xla.compiling import kept_by_description, with_unified_arguments
 from jrb.keys import no_numbers
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
@@ -39,7 +39,7 @@ _RESIZE = (
 _PARTS = ("writer", "unit", "sampler", "storage", "transforms")
 
 
-@entry
+@with_unified_arguments
 def blank(buffer: Buffer, spec: Item) -> BufferState:
     """Returns an empty state; `spec` has the specs of a stored item, after all inverse transforms.
 
@@ -212,7 +212,7 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple) -> None:
         maker = f"for another, with {type(got).__name__}({listed})"
     kind = repr(part)
     if name == "transforms":
-        learning = transforming.learning(buffer.transforms)
+        learning = transforming.stateful_transforms(buffer.transforms)
         kind = " and ".join(type(each).__name__ for each in learning) or "without a state"
     raise TypeError(
         f"expected a state of this buffer, whose {name} is {kind}, got one that was made {maker}. "
@@ -279,9 +279,9 @@ def explained(method: F) -> F:
         try:
             return method(*args, **kwargs)
         except Exception as error:
-            if compat.is_of_donated(error):
+            if compat.is_donation_error(error):
                 raise DonatedError(_DONATED) from error
-            if not compat.is_of_explicit_mesh(error):
+            if not compat.is_explicit_mesh_error(error):
                 raise
             raise ValueError(
                 "expected a state and items that are not cut over an explicit axis of a mesh, got "

@@ -28,37 +28,40 @@ def call_on_host(function: Callable[..., Any], shapes: Any, *arguments: jax.Arra
     outs, structure = jax.tree.flatten(shapes)
 
     def call(*words: Any) -> list[np.ndarray]:
+        # View the words as arrays of the arguments' dtypes.
         flat = (np.ascontiguousarray(leaf).reshape(-1) for leaf in words)
         pairs = zip(flat, specs, strict=True)
         arrays = [leaf.view(spec.dtype).reshape(spec.shape) for leaf, spec in pairs]
         results = []
         for leaf in map(np.asarray, jax.tree.leaves(function(*arrays))):
-            if leaf.dtype.name in _WIDE:  # does on the host what `_cut` does on the device
+            # Split wide results on the host as `_split_wide` splits arguments on the device.
+            if leaf.dtype.name in _WIDE:
                 shape = (*leaf.shape, *(2, 2)[: 1 + np.iscomplexobj(leaf)])
                 leaf = np.ascontiguousarray(leaf).reshape(-1).view(np.uint32).reshape(shape)
             results.append(leaf)
         return results
 
-    cut = [_cut(leaf) for leaf in arguments]
-    sent = jax.eval_shape(lambda: [_cut(jnp.zeros(out.shape, out.dtype)) for out in outs])
-    received = io_callback(call, sent, *cut, ordered=True)
-    return jax.tree.unflatten(structure, map(_merged, received, outs))
+    words = [_split_wide(leaf) for leaf in arguments]
+    out_words = jax.eval_shape(lambda: [_split_wide(jnp.zeros(it.shape, it.dtype)) for it in outs])
+    # Ordered, since a function that reads what another one writes must be called after it.
+    results = io_callback(call, out_words, *words, ordered=True)
+    joined = []
+    for leaf, spec in zip(results, outs, strict=True):
+        # Join the words of wide results, as the inverse of `_split_wide`.
+        if spec.dtype.name in _WIDE and jnp.issubdtype(spec.dtype, jnp.complexfloating):
+            parts = lax.bitcast_convert_type(leaf, jnp.float64)
+            leaf = lax.complex(parts[..., 0], parts[..., 1])
+        elif spec.dtype.name in _WIDE:
+            leaf = lax.bitcast_convert_type(leaf, spec.dtype)
+        joined.append(leaf)
+    return jax.tree.unflatten(structure, joined)
 
 
-def _cut(array: jax.Array) -> jax.Array:
+def _split_wide(array: jax.Array) -> jax.Array:
     """Returns numbers of 64 bits as uint32 `[..., 2]`, complex ones `[..., 2, 2]`."""
     if array.dtype.name not in _WIDE:
         return array
+    # `lax` does not bitcast complex numbers, so split them into their parts first.
     if jnp.iscomplexobj(array):
         array = jnp.stack([array.real, array.imag], axis=-1)
     return lax.bitcast_convert_type(array, jnp.uint32)
-
-
-def _merged(words: jax.Array, spec: Any) -> jax.Array:
-    """Returns the array like `spec` whose words `_cut` has made."""
-    if spec.dtype.name not in _WIDE:
-        return words
-    if not jnp.issubdtype(spec.dtype, jnp.complexfloating):
-        return lax.bitcast_convert_type(words, spec.dtype)
-    parts = lax.bitcast_convert_type(words, jnp.float64)
-    return lax.complex(parts[..., 0], parts[..., 1])

@@ -16,7 +16,8 @@ from jax import lax
 
 HAS_MESH_IN_TYPES: bool = hasattr(jax, "typeof")
 
-_HAS_CAST = hasattr(lax, "pcast")  # `pvary` in JAX 0.6 to 0.8
+# JAX 0.6 to 0.8 have `pvary` instead; JAX 0.5 has neither.
+_HAS_CAST = hasattr(lax, "pcast")
 CAST_TO_VARYING: Callable[..., Any] | None = (
     functools.partial(lax.pcast, to="varying") if _HAS_CAST else getattr(lax, "pvary", None)
 )
@@ -31,7 +32,8 @@ _SETTINGS = (
     "default_matmul_precision",
     "numpy_dtype_promotion",
 )
-_PATIENCE = 600_000  # milliseconds; if a process has died, this is reported sooner
+# Milliseconds to wait for a message. If a process has died, this is reported sooner.
+_PATIENCE = 600_000
 
 # The dtype of gather indices. XLA is quicker with unsigned ones, but XLA of JAX 0.5 fails with them
 # if the array is sharded over devices.
@@ -52,12 +54,13 @@ def with_settings(work: Callable[..., None]) -> Callable[..., None]:
     JAX keeps the settings of a `with` statement, such as `jax.enable_x64(True)`, per thread.
     Without them, another thread would silently narrow 64-bit arrays, or draw other numbers.
     """
-    wanted = {name: getattr(jax.config, f"jax_{name}", None) for name in _SETTINGS}
+    values = {name: getattr(jax.config, f"jax_{name}", None) for name in _SETTINGS}
     mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
 
     def run(*arguments: Any) -> None:
         with contextlib.ExitStack() as settings:
-            for name, value in wanted.items():
+            # A setting that this version of JAX lacks is None on both sides.
+            for name, value in values.items():
                 if getattr(jax.config, f"jax_{name}", None) != value:
                     settings.enter_context(_setting(name)(value))
             if mesh is not None and not mesh.empty:
@@ -68,8 +71,9 @@ def with_settings(work: Callable[..., None]) -> Callable[..., None]:
 
 
 def _setting(name: str) -> Callable[[Any], AbstractContextManager[Any]]:
-    found = getattr(jax, name, None)
-    return getattr(importlib.import_module("jax.experimental"), name) if found is None else found
+    # Older versions of JAX have some of these context managers in `jax.experimental`.
+    module = jax if hasattr(jax, name) else importlib.import_module("jax.experimental")
+    return getattr(module, name)
 
 
 def shard_map(body: Callable[..., Any], mesh: Any, ins: Any, outs: Any) -> Callable[..., Any]:
@@ -78,16 +82,17 @@ def shard_map(body: Callable[..., Any], mesh: Any, ins: Any, outs: Any) -> Calla
         old = importlib.import_module("jax.experimental.shard_map").shard_map
         return old(body, mesh=mesh, in_specs=ins, out_specs=outs, check_rep=False)
     mapped = jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=_IS_RECENT)
+    # XLA reshards the arguments, except over explicit mesh axes, where JAX would refuse them.
     mesh = mesh or jax.sharding.get_abstract_mesh()
     if not any("Explicit" in str(kind) for kind in mesh.axis_types):
-        return mapped  # XLA reshards them
+        return mapped
 
-    def brought(*arguments: Any) -> Any:
+    def call_resharded(*arguments: Any) -> Any:
         to = lambda spec: jax.sharding.NamedSharding(mesh, spec)
         move = lambda tree, spec: jax.tree.map(lambda leaf: jax.reshard(leaf, to(spec)), tree)
         return mapped(*map(move, arguments, ins))
 
-    return brought
+    return call_resharded
 
 
 def coordination() -> tuple[int, int, Callable[[str, str], Any], Callable[[str], str]] | None:
@@ -109,15 +114,17 @@ def is_committed(array: jax.Array) -> bool:
     return getattr(array, "committed", False)
 
 
-def is_of_explicit_mesh(error: Exception) -> bool:
+def is_explicit_mesh_error(error: Exception) -> bool:
     """Returns True if JAX could not infer the sharding of a result over explicit mesh axes."""
-    if type(error).__name__ == "ShardingTypeError":  # JAX does not export the class
+    # Compare by name, as JAX does not export the class.
+    if type(error).__name__ == "ShardingTypeError":
         return True
     # Under vmap, JAX looks for the axis of a sharded array in the empty mesh of other arrays.
     return isinstance(error, ValueError) and "is not found in mesh: ()" in str(error)
 
 
-def is_of_donated(error: Exception) -> bool:
+def is_donation_error(error: Exception) -> bool:
+    # JAX and XLA both check for this, with messages of their own.
     return isinstance(error, RuntimeError | ValueError) and (
         "has been deleted" in str(error) or "deleted or donated" in str(error)
     )

@@ -41,6 +41,7 @@ class SerialLimits(NamedTuple):
     rows: int
 
 
+# To wake a thread takes 2 to 5 us in a loop, and 40 to 90 us in a separate call.
 IN_A_LOOP = SerialLimits(nbytes=24 << 10, rows=64)
 STANDALONE = SerialLimits(nbytes=48 << 10, rows=256)
 
@@ -54,38 +55,39 @@ def current_limits() -> SerialLimits:
     return _limits.get()
 
 
-def traced_with(limits: SerialLimits, function: F) -> F:
+def with_limits(limits: SerialLimits, function: F) -> F:
     """Wraps a function so that these limits hold while it is traced."""
 
     @functools.wraps(function)
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def trace(*args: Any, **kwargs: Any) -> Any:
         before = _limits.set(limits)
         try:
             return function(*args, **kwargs)
         finally:
             _limits.reset(before)
 
-    return cast(F, traced)
+    return cast(F, trace)
 
 
 def standalone_program(function: F) -> F:
     """Wraps a function that is compiled as the program of one method."""
-    return traced_with(STANDALONE, function)
+    return with_limits(STANDALONE, function)
 
 
-def entry(function: F) -> F:
-    """Wraps a function so that its arguments are `admitted`, and any ranks may broadcast."""
+def with_unified_arguments(function: F) -> F:
+    """Wraps a function to `unify_arguments` first, and to let arrays of any ranks broadcast."""
 
     @functools.wraps(function)
-    def entered(*args: Any, **kwargs: Any) -> Any:
-        with jax.numpy_rank_promotion("allow"):  # users may forbid it for their own code
-            args, kwargs = admitted((args, kwargs))
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Users may forbid rank promotion for their own code.
+        with jax.numpy_rank_promotion("allow"):
+            args, kwargs = unify_arguments((args, kwargs))
             return function(*args, **kwargs)
 
-    return cast(F, entered)
+    return cast(F, run)
 
 
-def admitted(arguments: Any) -> Any:
+def unify_arguments(arguments: Any) -> Any:
     """Stops gradients of the arrays in a pytree, and lets all vary over the same mesh axes."""
     arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
     axes = frozenset()
@@ -93,16 +95,17 @@ def admitted(arguments: Any) -> Any:
         # All axes of all arrays: JAX refuses branches and carries that mix types.
         axes = axes.union(*(varying_axes(jax.typeof(array)) for array in arrays))
 
-    def admit(leaf: Any) -> Any:
+    def unify(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
         return vary(lax.stop_gradient(leaf), axes) if axes else lax.stop_gradient(leaf)
 
-    return jax.tree.map(admit, arguments)
+    return jax.tree.map(unify, arguments)
 
 
 def varying_axes(aval: Any) -> Axes:
     """Returns the mesh axes over which an array of this type varies, inside `jax.shard_map`."""
+    # The attribute is `vma` in older versions of JAX, and `manual_axis_type` in newer ones.
     manual = getattr(aval, "manual_axis_type", None)
     return getattr(aval, "vma", None) or getattr(manual, "varying", None) or frozenset()
 
@@ -143,39 +146,47 @@ class _Results(dict):
         self.is_derived: bool = False
 
 
-_MOST_DROPPED = 12  # descriptions whose programs stay for a while: some 100 MB
-_living: dict[int, tuple[weakref.ref, _Results]] = {}  # by the `id` of a description
+# The most descriptions without an owner whose programs stay for a while: some 100 MB.
+_MOST_RETAINED = 12
+# Results live while a description that uses them lives, which has an entry in `_by_id`, and for a
+# while longer in `_retained`. `_by_value` finds the results of equal descriptions.
+_by_id: dict[int, tuple[weakref.ref, _Results]] = {}
 _by_value: "weakref.WeakValueDictionary[Any, _Results]" = weakref.WeakValueDictionary()
-_dropped: collections.OrderedDict[int, _Results] = collections.OrderedDict()
+_retained: collections.OrderedDict[int, _Results] = collections.OrderedDict()
 
 
 def _results_of(description: Any) -> _Results:
     """Returns the results for all descriptions that equal this one."""
-    entry = _living.get(id(description))
+    # A look-up by `id` is quicker than one by value, which compares all fields. Another object may
+    # have had this `id` before.
+    entry = _by_id.get(id(description))
     if entry is not None and entry[0]() is description:
         return entry[1]
     results = _by_value.get(description)
     if results is None:
+        # Copy all fields as they are, without another `__post_init__`.
         own = object.__new__(type(description))
         vars(own).update(vars(description))
         _by_value[own] = results = _Results(own)
-    if results.description is not description:  # else a program has asked, while it is traced
-        reference = weakref.ref(description, functools.partial(_let_go, id(description)))
-        _living[id(description)] = reference, results
+    # The copy itself comes here from within a program that is being traced. An entry for it would
+    # keep it alive for ever.
+    if results.description is not description:
+        reference = weakref.ref(description, functools.partial(_release, id(description)))
+        _by_id[id(description)] = reference, results
     return results
 
 
-def _let_go(key: int, _: weakref.ref) -> None:
-    """Removes a description that is gone; the results of the last few stay, should they return."""
-    # At its end, the interpreter clears this module.
-    entry = (_living or {}).pop(key, None)
+def _release(key: int, _: weakref.ref) -> None:
+    """Removes the entry of a description that has died, and retains its results for a while."""
+    # At its end, the interpreter sets the globals of this module to None.
+    entry = (_by_id or {}).pop(key, None)
     if entry is None or entry[1].is_derived:
         return
     results = entry[1]
-    _dropped[id(results)] = results
-    _dropped.move_to_end(id(results))
-    while len(_dropped) > _MOST_DROPPED:
-        _dropped.popitem(last=False)
+    _retained[id(results)] = results
+    _retained.move_to_end(id(results))
+    while len(_retained) > _MOST_RETAINED:
+        _retained.popitem(last=False)
 
 
 def kept_by_description(function: Callable[[Any], T]) -> Callable[[Any], T]:
@@ -187,16 +198,17 @@ def kept_by_description(function: Callable[[Any], T]) -> Callable[[Any], T]:
     """
 
     @functools.wraps(function)
-    def kept(description: Any) -> T:
+    def get_result(description: Any) -> T:
         results = _results_of(description)
         if function not in results:
             result: Any = function(results.description)
             results[function] = result
+            # The results of a derived description go when those of this one go.
             if pytree.is_component(type(result)):
                 _results_of(result).is_derived = True
         return results[function]
 
-    return kept
+    return get_result
 
 
 def per_description(
@@ -212,12 +224,15 @@ def per_description(
         donated: the names of donated arguments.
     """
 
-    def decorated(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    def decorate(function: Callable[..., Any]) -> Callable[[Any], Any]:
         @kept_by_description
         def programs(description: Any) -> Callable[[SerialLimits], Any]:
+            # The limits are read while the function is traced, so each has a program of its own.
             return functools.cache(
                 lambda limits: jax.jit(
-                    functools.partial(traced_with(limits, entry(function)), description),
+                    functools.partial(
+                        with_limits(limits, with_unified_arguments(function)), description
+                    ),
                     static_argnames=static,
                     donate_argnames=donated,
                     # Inside a larger program, a separate function would have to be lowered,
@@ -228,19 +243,19 @@ def per_description(
 
         return lambda description: programs(description)(current_limits())
 
-    return decorated
+    return decorate
 
 
 def by_description(*static: str, donated: tuple[str, ...] = ()) -> Callable[[F], F]:
     """Compiles a function once for each description, its first argument (`per_description`)."""
 
-    def decorated(function: F) -> F:
+    def decorate(function: F) -> F:
         program = per_description(*static, donated=donated)(function)
 
         @functools.wraps(function)
-        def called(description: Any, *args: Any, **kwargs: Any) -> Any:
+        def call_program(description: Any, *args: Any, **kwargs: Any) -> Any:
             return program(description)(*args, **kwargs)
 
-        return cast(F, called)
+        return cast(F, call_program)
 
-    return decorated
+    return decorate

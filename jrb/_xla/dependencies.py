@@ -22,7 +22,8 @@ from jrb._xla import compat, compiling
 
 T = TypeVar("T")
 
-_SMALL = 1 << 18  # the most bytes of a constant, as it becomes part of the program
+# The most bytes of a constant, as it becomes part of the program.
+_SMALL = 1 << 18
 
 
 def materialize(compute: Callable[[], T], then: Callable[[T], Any] | None = None) -> Any:
@@ -32,6 +33,7 @@ def materialize(compute: Callable[[], T], then: Callable[[T], Any] | None = None
         compute: a function without arguments that reads arrays it closes over.
         then: a function that is applied to the result within the same evaluation.
     """
+    # The conditional keeps the reads apart from their consumers, and the barrier from `then`.
     if then is None:
         return evaluate_once(lambda: lax.optimization_barrier(compute()))
     return evaluate_once(lambda: then(lax.optimization_barrier(compute())))
@@ -45,16 +47,18 @@ def evaluate_once(compute: Callable[[], T]) -> T:
         out = compute()
         if compiling.in_shard_map() or not compat.HAS_MESH_IN_TYPES:
             types.append(jax.eval_shape(lambda: out))
-        else:  # a hundred times faster, and the types include mesh axes
+        else:
+            # A hundred times faster to trace, and the types include mesh axes.
             types.append(jax.tree.map(jax.typeof, out))
         return out
 
-    def never() -> Any:  # traced after `taken`, which then need not be traced twice
+    def never_taken() -> Any:
+        # JAX traces this branch after `taken`, whose types save a second tracing of `compute`.
         return jax.tree.map(_never_seen, types[0] if types else jax.eval_shape(compute))
 
     # The condition is constant, so that `vmap` keeps the conditional. XLA's CPU compiler cannot see
     # that it is true. Other backends can, and remove the conditional: it would wait for the host.
-    return lax.cond(_always(), taken, never)
+    return lax.cond(_always(), taken, never_taken)
 
 
 @functools.partial(jax.jit, inline=True)  # traced once
@@ -66,6 +70,7 @@ def _never_seen(like: Any) -> Any:
     """Returns the array of this type that XLA compiles most quickly, for a branch never taken."""
     is_key, in_shard_map = jnp.issubdtype(like.dtype, jax.dtypes.prng_key), compiling.in_shard_map()
     is_small = like.size > 1 and like.size * like.dtype.itemsize <= _SMALL
+    # Inside `jax.shard_map` the constant would have to be cast to vary over mesh axes.
     if is_small and not is_key and not in_shard_map:
         return _zeros_and_one(like.shape, like.dtype)
     zeros = jnp.zeros_like(like)
@@ -85,6 +90,7 @@ def _zeros_and_one(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)  # traced once
 def opaque(value: int, dtype: Any = np.int32) -> jax.Array:
     """Returns an integer constant that XLA's CPU compiler does not fold; a plain one elsewhere."""
+    # On an accelerator a conditional on such a value would wait for the host.
     constant = jnp.array(value, dtype)
     return lax.platform_dependent(
         cpu=lambda: lax.optimization_barrier(constant), default=lambda: constant
@@ -95,8 +101,9 @@ def loop(
     trips: jax.Array | int, body: Callable[[jax.Array, T], T], carry: T, unroll: int | None = None
 ) -> T:
     """Runs `lax.fori_loop(0, trips, body, carry)`, inside `jax.shard_map` too."""
+    # Inside `jax.shard_map`, the initial carry has to vary over all mesh axes over which the body's
+    # result varies. That result may vary over more axes once the carry does: repeat until it stays.
     while compiling.in_shard_map():
-        # The initial carry has to vary over all mesh axes over which the body's result varies.
         leaves, structure = jax.tree.flatten(carry)
         after = jax.tree.leaves(jax.eval_shape(body, 0, carry))
         axes = [compiling.varying_axes(leaf) for leaf in after]
@@ -119,6 +126,7 @@ def max_over_batch(count: jax.Array) -> jax.Array:
 
 @max_over_batch.def_vmap
 def _max_of_all(size: int, batched: list[bool], count: jax.Array) -> tuple[jax.Array, bool]:
+    # The call of `max_over_batch` itself is for an outer `vmap`.
     return max_over_batch(jnp.max(count) if batched[0] else count), False
 
 
@@ -133,6 +141,7 @@ def unbatched_flag(flag: jax.Array) -> jax.Array:
 def _flag_of_all(size: int, batched: list[bool], flag: jax.Array) -> tuple[jax.Array, bool]:
     if not batched[0]:
         return unbatched_flag(flag), False
+    # JAX refuses branches and carries unless the new flag varies over the mesh axes of the old one.
     one = jnp.int32(1)
     if compiling.in_shard_map():
         one = compiling.vary(one, compiling.varying_axes(jax.typeof(flag)))
@@ -141,10 +150,10 @@ def _flag_of_all(size: int, batched: list[bool], flag: jax.Array) -> tuple[jax.A
 
 def overwrite(array: jax.Array, value: jax.Array | float, token: jax.Array) -> jax.Array:
     """Returns `array` filled with `value`, in place if it is donated, once `token` is known."""
-    return restored(array, lambda: jnp.asarray(value, array.dtype), token)
+    return overwrite_with(array, lambda: jnp.asarray(value, array.dtype), token)
 
 
-def restored(state: T, make: Callable[[], Any], token: jax.Array) -> T:
+def overwrite_with(state: T, make: Callable[[], Any], token: jax.Array) -> T:
     """Returns `state` with the values of `make()`, in place if donated, once `token` is known.
 
     Args:
@@ -158,6 +167,7 @@ def restored(state: T, make: Callable[[], Any], token: jax.Array) -> T:
         return state
 
     def fill(_: Any, leaves: list[jax.Array]) -> list[jax.Array]:
+        # XLA does not know that the condition holds, so it computes the token before it writes.
         pairs = zip(jax.tree.leaves(make()), leaves, strict=True)
         return [jnp.where(token == 0, new, old) for new, old in pairs]
 
@@ -181,24 +191,26 @@ def zero_depending_on(reads: Any) -> jax.Array:
 def delay_writes_until(state: T, token: jax.Array) -> T:
     """Returns the state with `token`, an int32 zero, added to all cursors: writes wait for it."""
 
-    def change(mark: str, value: jax.Array) -> jax.Array:
+    def delay_cursor(mark: str, value: jax.Array) -> jax.Array:
         return value + token.astype(value.dtype) if mark == "cursor" else value
 
-    return pytree.map_marks(state, change)
+    return pytree.map_marks(state, delay_cursor)
 
 
 def emptied(state: T, token: jax.Array) -> T:
     """Returns the state with cursors and tallies set to 0, of which cursors depend on `token`."""
 
-    def change(mark: str, value: jax.Array) -> jax.Array:
+    def reset(mark: str, value: jax.Array) -> jax.Array:
+        # No cursor or tally is negative: this is 0, but unlike a constant it depends on the state.
         zero = jnp.minimum(value, 0)
         return zero + token.astype(value.dtype) if mark == "cursor" else zero
 
-    return pytree.map_marks(state, change)
+    return pytree.map_marks(state, reset)
 
 
 def hidden_zero(bits: jax.Array) -> jax.Array:
     """Returns zero, computed from integers by shifting out a bit, which XLA does not simplify."""
+    # XLA does simplify `bits * 0`, `bits & 0`, and comparisons of `bits` with itself.
     one = np.ones((), bits.dtype)
     return lax.shift_right_logical(lax.bitwise_and(bits, one), one)
 
@@ -213,13 +225,16 @@ def some_bits(leaf: jax.Array) -> jax.Array:
     """Returns bits of the first element of an array, int32 `[]`."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
+    # As leaf[0, 0, ...], which takes longer to trace.
     first = lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim)
-    first = lax.squeeze(first, range(leaf.ndim))  # as leaf[0, 0, ...], which takes long to trace
+    first = lax.squeeze(first, range(leaf.ndim))
+    # Take the bits of a float, as a conversion to int32 would lose most of them.
     if jnp.issubdtype(first.dtype, jnp.complexfloating):
         first = first.real
     if jnp.issubdtype(first.dtype, jnp.floating):
         first = first.astype(jnp.float32) if jnp.finfo(first.dtype).bits < 8 else first
         words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.int32, 8: jnp.int32}[first.dtype.itemsize]
         first = lax.bitcast_convert_type(first, words)
-        first = first[0] if first.ndim else first  # 8 bytes became two words
+        # Eight bytes became two words.
+        first = first[0] if first.ndim else first
     return first.astype(jnp.int32)

@@ -26,10 +26,14 @@ from jrb._xla import compat, compiling, dependencies
 
 T = TypeVar("T")
 
-_LARGE = 1 << 19  # bytes; XLA spreads gathers from arrays of this size or larger
-_OF_A_ROW = 8  # bytes that could be read in the time that it takes to find a row
-_MAX_PAIRS = 4096  # indices of which all pairs are compared to find duplicates
-_HUGE = 1 << 26  # bytes; such an array is in no cache, and one thread waits for each row
+# XLA spreads gathers over threads from arrays of this many bytes on.
+_LARGE = 1 << 19
+# An array of this many bytes is in no cache, and one thread waits for memory at each row.
+_HUGE = 1 << 26
+# The bytes that could be read in the time that it takes to find a row.
+_OF_A_ROW = 8
+# The most indices of which all pairs are compared to find duplicates.
+_MAX_PAIRS = 4096
 
 
 def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -> bool:
@@ -46,8 +50,9 @@ def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -
     size, count, limits = array.dtype.itemsize, slots.size * times, compiling.current_limits()
     whole, nbytes = array.size * size, count * (width * size + _OF_A_ROW)
     # Many rows far apart wait for memory, which several threads do at the same time.
-    near = whole < _HUGE or count <= limits.rows
-    return near and whole >= _LARGE and 0 < nbytes <= limits.nbytes
+    is_near = whole < _HUGE or count <= limits.rows
+    # Gathers from a smaller array run on one thread anyway.
+    return is_near and whole >= _LARGE and 0 < nbytes <= limits.nbytes
 
 
 def scaled_by_vmap(is_few: bool, read: Callable[..., T], *arrays: jax.Array) -> T:
@@ -63,9 +68,11 @@ def _read_times(read: Callable[..., T], times: int) -> Callable[..., T]:
     @run.def_vmap
     def run_all(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[T, Any]:
         axes = [0 if is_batched else None for is_batched in batched]
-        read_all = lambda times, *arrays: jax.vmap(
-            functools.partial(read, times), axes, axis_size=size
-        )(*arrays)
+
+        def read_all(times: int, *arrays: jax.Array) -> T:
+            return jax.vmap(functools.partial(read, times), axes, axis_size=size)(*arrays)
+
+        # The batched read has such a rule again: a further `vmap` multiplies `times` once more.
         result = _read_times(read_all, times * size)(*arrays)
         return result, jax.tree.map(lambda _: True, result)
 
@@ -74,13 +81,16 @@ def _read_times(read: Callable[..., T], times: int) -> Callable[..., T]:
 
 def scratch(array: jax.Array, *shape: int) -> jax.Array:
     """Returns a scratch for rows `[B, ...]` of this shape, and one more, in the array's dtype."""
-    # Made of an element of the array, it is on the same mesh, and depends on the array.
+    # Made of an element of the array, it is on the same mesh, and depends on the array. This is
+    # array[0, 0, ...], which takes longer to trace. The further row keeps XLA from simplifying the
+    # write of all others away.
     first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
-    element = lax.squeeze(first, range(array.ndim))  # as array[0, ...], which takes long to trace
+    element = lax.squeeze(first, range(array.ndim))
     return jnp.broadcast_to(element, (shape[0] + 1, *shape[1:]))
 
 
 def _put_rows(room: jax.Array, rows: jax.Array) -> jax.Array:
+    """Writes rows into a scratch, at position 0, which XLA's CPU compiler does not know."""
     # Unsigned: for a signed start JAX adds code that checks if it counts from the end.
     start = dependencies.opaque(0, jnp.uint32)
     return _put_slice(room, rows, (start, *[jnp.zeros_like(start)] * (rows.ndim - 1)))
@@ -133,10 +143,11 @@ def loop(
     def run(hold: Callable, unroll: int | None, carry: T) -> tuple[T, jax.Array]:
         def turn(number: jax.Array, both: tuple[T, jax.Array]) -> tuple[T, jax.Array]:
             carry, room = both
+            # `rows_at` leaves the new scratch here, for the carry of the next turn.
             rooms: list[jax.Array] = []
 
-            # The rows pass through the carried scratch: the gather is fused into the write to it.
             def rows_at(array: jax.Array, first: jax.Array) -> jax.Array:
+                # The rows pass through the carried scratch: XLA fuses the gather into the write.
                 rooms.append(hold(room, rows_from(array, first, width)))
                 return from_scratch(rooms[0])
 
@@ -146,13 +157,15 @@ def loop(
         carry, room = dependencies.loop(trips, turn, start, unroll)
         return carry, from_scratch(room)
 
-    # Other backends get a new scratch in each step, which XLA optimizes away.
-    one_more = lambda rows: [(0, 1, 0)] + [(0, 0, 0)] * (rows.ndim - 1)
-    in_new = lambda room, rows: lax.pad(rows, jnp.zeros((), rows.dtype), one_more(rows))
+    def hold_in_new(room: jax.Array, rows: jax.Array) -> jax.Array:
+        # Other backends get a new scratch in each step, which XLA optimizes away.
+        one_more = [(0, 1, 0)] + [(0, 0, 0)] * (rows.ndim - 1)
+        return lax.pad(rows, jnp.zeros((), rows.dtype), one_more)
+
     return lax.platform_dependent(
         carry,
         cpu=functools.partial(run, _put_rows, None),
-        default=functools.partial(run, in_new, max(1, trips)),
+        default=functools.partial(run, hold_in_new, max(1, trips)),
     )
 
 
@@ -181,6 +194,8 @@ def items_at(array: jax.Array, *index: jax.Array, mode: str = "promise_in_bounds
     Returns:
         `[..., *item]`.
     """
+    # Each position in the indices becomes one gathered item: the indexed axes are collapsed, and
+    # those of an item follow the axes of the indices.
     count, lead = len(index), index[0].ndim
     axes, item = tuple(range(count)), array.shape[count:]
     dims = lax.GatherDimensionNumbers(
@@ -200,35 +215,36 @@ Gather = tuple[Callable[[], jax.Array], bool, Callable[[jax.Array], Any]]
 def read_each(gathers: list[Gather]) -> list[Any]:
     """Runs gathers, each exactly once; returns the rows of each, its function applied to them."""
 
-    def get() -> list[Any]:
+    def gather_all() -> list[Any]:
         return [rows() if is_few else change(rows()) for rows, is_few, change in gathers]
 
-    def place(results: list[Any]) -> list[Any]:
+    def hold_few(results: list[Any]) -> list[Any]:
         blank = lambda rows: jnp.zeros_like(scratch(rows, *rows.shape))
         pairs = zip(results, gathers, strict=True)
         return [_put_rows(blank(rows), rows) if few else rows for rows, (_, few, _) in pairs]
 
-    pairs = zip(dependencies.materialize(get, place), gathers, strict=True)
+    # Few rows leave their scratch only out here, so their function is applied to them here too.
+    pairs = zip(dependencies.materialize(gather_all, hold_few), gathers, strict=True)
     return [change(from_scratch(rows)) if is_few else rows for rows, (_, is_few, change) in pairs]
 
 
 def read_items(*pairs: tuple[jax.Array, jax.Array], mode: str = "promise_in_bounds") -> list[Any]:
     """Returns `array[slots]` for each pair, int32 slots `[...]`, all read exactly once together."""
 
-    def few(times: int, *flat: jax.Array) -> list[bool]:
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        return [is_few(array, at, math.prod(array.shape[1:]), times) for array, at in pairs]
-
-    def read(times: int, *flat: jax.Array) -> list[jax.Array]:
-        gets = [
-            functools.partial(items_at, array, at, mode=mode)
+    def gathers_of(times: int, *flat: jax.Array) -> list[Gather]:
+        return [
+            (
+                functools.partial(items_at, array, at, mode=mode),
+                is_few(array, at, math.prod(array.shape[1:]), times),
+                lambda rows: rows,
+            )
             for array, at in zip(flat[::2], flat[1::2], strict=True)
         ]
-        same = itertools.repeat(lambda rows: rows)
-        return read_each(list(zip(gets, few(times, *flat), same, strict=False)))
 
+    # Arrays and slots alternate in `flat`.
     flat = list(itertools.chain(*pairs))
-    return scaled_by_vmap(any(few(1, *flat)), read, *flat)
+    any_few = any(few for _, few, _ in gathers_of(1, *flat))
+    return scaled_by_vmap(any_few, lambda *args: read_each(gathers_of(*args)), *flat)
 
 
 def read_at(array: jax.Array, index: jax.Array) -> jax.Array:
@@ -299,15 +315,18 @@ def put_in_any_order(
     array: jax.Array, index: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Implements `put_last` for any order of writes: all duplicates write the last one's value."""
+    # Find the last position in the batch at which each index occurs.
     position = jnp.arange(index.size, dtype=jnp.int32)
-    if index.size <= _MAX_PAIRS:  # the B x B pairs are reduced as they are compared, never stored
+    if index.size <= _MAX_PAIRS:
+        # XLA reduces the B x B pairs as it compares them, and never stores them.
         last = jnp.max(jnp.where(index[:, None] == index, position, 0), axis=1, initial=0)
     elif index.size > 2**24:  # the greatest position that float32 holds
         raise ValueError(
             f"indices: expected at most 2^24 in one update, got {index.size}. "
             "Update in several calls."
         )
-    else:  # positions in the batch, scattered into the array itself: no memory of size N
+    else:
+        # Scatter the positions into the array itself, which takes no memory of size N.
         array = put(array, index, jnp.full(index.shape, -1.0, jnp.float32))
         array = put(array, index, position.astype(jnp.float32), lax.scatter_max)
         last = read_at(array, index).astype(jnp.int32)

@@ -9,9 +9,11 @@ from jax import lax
 
 from jrb._xla import dependencies
 
+# The bits by which Threefry-2x32 rotates, in turns, in four rounds each.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _HALF, _LOW = np.uint32(16), np.uint32(0xFFFF)
-_ROUNDS = 64  # each leaves about 0.6 of a pair's bias: enough for any n below 2^31
+# Rounds of a permutation. Each leaves about 0.6 of a pair's bias: enough for any n below 2^31.
+_ROUNDS = 64
 
 
 def bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -31,13 +33,15 @@ def bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return (first ^ second).reshape(shape)
 
 
-@jax.jit  # traced and lowered once for all calls of a shape
+@jax.jit
 def _threefry(
     k0: jax.Array, k1: jax.Array, x0: jax.Array, x1: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    # By `lax`, as a hundred operators would take twice as long to trace.
+    # Compiled by itself, it is traced and lowered once for all calls of a shape. A hundred
+    # operators would take twice as long to trace as functions of `lax`.
     keys = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
+    # Five groups of four rounds; a key is added after each group.
     for group in range(5):
         for turn in _ROTATIONS[group % 2]:
             x0 = lax.add(x0, x1)
@@ -64,10 +68,12 @@ def below(n: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
 
     Reference: Lemire, 2019, "Fast random integer generation in an interval" (the multiplication).
     """
+    # The words are the fraction high * 2^-32 + low * 2^-64, and the result is its product with n,
+    # rounded down: the upper 32 bits of high * n, and what the lower 32 bits and low * n carry.
     bound = jnp.broadcast_to(n.astype(jnp.uint32), high.shape)
     fraction = high * bound
     halves = _halves(bound)
-    # A 64-bit product in 32-bit words: the low word's upper half may carry into the high one.
+    # If the sum is smaller than a term, it has overflowed 32 bits.
     carry = (fraction + _mulhi(_halves(low), halves)) < fraction
     return (_mulhi(_halves(high), halves) + carry.astype(jnp.uint32)).astype(jnp.int32)
 
@@ -80,6 +86,7 @@ def _mulhi(x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]) -> ja
     """Returns the upper 32 bits of the product of two uint32, given by halves."""
     # `lax.mulhi` does not compile in a program of several devices.
     (x1, x0), (y1, y0) = x, y
+    # Add the four products of halves such that no sum overflows.
     middle = x1 * y0 + ((x0 * y0) >> _HALF)
     other = x0 * y1 + (middle & _LOW)
     return x1 * y1 + (middle >> _HALF) + (other >> _HALF)
@@ -104,7 +111,7 @@ def seed(key: jax.Array) -> jax.Array:
     return bits(key, (2,))
 
 
-def counted(seed: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+def words_at(seed: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns two uniform words for each number, uint32 `[B]`, from a seed, uint32 `[2]`."""
     return _threefry(seed[0], seed[1], jnp.zeros_like(numbers), numbers)
 
@@ -115,7 +122,9 @@ def fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
     if words.shape[-1:] != (2,):
         return jax.random.fold_in(key, number)
     number = jnp.asarray(number).astype(jnp.uint32)
-    return _like(key, jnp.stack(_threefry(words[0], words[1], jnp.zeros_like(number), number)))
+    # JAX's default generator makes a key of the number's block, and so does this.
+    block = _threefry(words[0], words[1], jnp.zeros_like(number), number)
+    return _key_like(key, jnp.stack(block))
 
 
 def fold(key: jax.Array, number: int) -> jax.Array:
@@ -125,10 +134,10 @@ def fold(key: jax.Array, number: int) -> jax.Array:
         return jax.random.fold_in(key, 2**32 - 1 - number)
     # `bits` uses counters with a high word of zero, so no draw uses this block.
     block = _threefry(words[0], words[1], jnp.uint32(2**32 - 1), jnp.uint32(number))
-    return _like(key, jnp.stack(block))
+    return _key_like(key, jnp.stack(block))
 
 
-def _like(key: jax.Array, words: jax.Array) -> jax.Array:
+def _key_like(key: jax.Array, words: jax.Array) -> jax.Array:
     """Returns a key of these words, typed if `key` is typed, else old-style."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return words
@@ -153,15 +162,19 @@ def permute(seed: jax.Array, n: jax.Array, i: jax.Array) -> jax.Array:
     (swap-or-not).
     """
     size = jnp.maximum(n, 1).astype(jnp.uint32)
+    # Each round has a random k, the upper word of a product with n, and a salt, by which a hash of
+    # a pair becomes its random bit.
     number = jnp.arange(_ROUNDS, dtype=jnp.uint32) * np.uint32(0x9E3779B9)
     words = mix(mix(number + seed[0]) ^ seed[1])
     salts = mix(words ^ np.uint32(0x85EBCA6B))
     sums = _mulhi(_halves(words), _halves(jnp.broadcast_to(size, words.shape)))
 
     def swap_or_not(turn: jax.Array, x: jax.Array) -> jax.Array:
-        other = sums[turn] - x  # modulo 2^32: a negative number is at least 2^31, so above n
-        # Negative modulo 2^32: adding the size brings it back into [0, n).
+        # Modulo 2^32, a negative difference is at least 2^31, so it is above n; adding the size
+        # brings it back into [0, n).
+        other = sums[turn] - x
         other = jnp.where(other >= size, other + size, other)
+        # Both partners hash the larger one of the two, and so they agree whether to swap.
         swaps = mix(jnp.maximum(x, other) ^ salts[turn]) & np.uint32(1)
         return jnp.where(swaps == 1, other, x)
 

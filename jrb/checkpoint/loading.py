@@ -258,7 +258,7 @@ def _restored(checkpoint: OpenedCheckpoint, want: BufferState, device: Device) -
         # Aligned, so that XLA takes this memory on the host without a copy.
         array = aligned(raw.shape, raw.dtype)
         checkpoint.fill(name, array)
-        placed.append(casting.wrap_words(memory.placed(array, device), leaf.dtype))
+        placed.append(casting.wrap_words(memory.put_on_device(array, device), leaf.dtype))
     return schema.with_trees(want, jax.tree.unflatten(jax.tree.structure(specs), placed))
 
 

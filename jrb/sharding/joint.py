@@ -20,7 +20,7 @@ import numpy as np
 from jrb._core import steps, validate
 from jrb._util.pytree import PyTree
 from jrb._xla import random_bits
-from jrb._xla.compiling import entry
+from jrb._xla.compiling import with_unified_arguments
 from jrb.sharding.mesh import Cut, LocalShards, merge_shards
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Draw, ShardedSampler, ShardStats
@@ -120,7 +120,7 @@ def can_add(shards: LocalShards, part: Buffer, states: BufferState) -> jax.Array
     return shards.max((~has_room).astype(jnp.int32)) == 0
 
 
-@entry
+@with_unified_arguments
 def draw(
     shards: LocalShards,
     part: Buffer,
@@ -162,10 +162,10 @@ def draw(
     # Mask everything if all shards together hold too few items.
     if min_size is not None:
         has_enough = size(shards, part, states) >= min_size
-        samplers, draws = steps.if_enough(has_enough, states.sampler, samplers, draws)
+        samplers, draws = steps.mask_unless(has_enough, states.sampler, samplers, draws)
 
     def finish(state: BufferState, sampler: Any, draw: Any, key: jax.Array) -> Any:
-        sampler, draw = steps.counted(part, sampler, draw)
+        sampler, draw = steps.count_draw(sampler, draw)
         sample = steps.assemble(part, state, draw, key)
         return steps.wait(part, state.replace(sampler=sampler), sample), sample
 

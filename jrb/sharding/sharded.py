@@ -134,10 +134,11 @@ class Sharded:
         self._check_divides("num_envs", self.buffer.num_envs or 1)
         if self.buffer.batch_size is not None:
             self._check_divides("batch_size", self.buffer.batch_size)
-        if transforming.learning(self.buffer.transforms):
+        stateful = transforming.stateful_transforms(self.buffer.transforms)
+        if stateful:
             raise ValueError(
                 "transforms: expected none with a state, as each shard would learn another, got "
-                f"{transforming.learning(self.buffer.transforms)[0]!r}. Let the learner do it."
+                f"{stateful[0]!r}. Let the learner do it."
             )
         # To make the part raises for what cannot be cut.
         if on_host(self.part):
@@ -223,7 +224,7 @@ class Sharded:
         priorities = checks.given_numbers(f"{name}: priorities", priorities)
         lengths = contextlib.nullcontext((items, mask, priorities))
         if name == "extend":
-            lengths = lengths_of(self).padded(state, items, mask, priorities)
+            lengths = lengths_of(self).pad_arguments(state, items, mask, priorities)
         with lengths as (items, mask, priorities):
             pairs = (items, axis), (mask, _axis_of_mask(mask, axis)), (priorities, axis)
             return self._call(name, state, *pairs)

@@ -191,7 +191,7 @@ def object_rows(buffer: Any, items: Any, method: str) -> list[list[Any]]:
                 f"{method}: expected {buffer.ring.envs} objects in a row, one for each "
                 f"environment, got {len(row)}."
             )
-    return [[transforming.inward(buffer.transforms, item) for item in row] for row in rows]
+    return [[transforming.apply_inverses(buffer.transforms, item) for item in row] for row in rows]
 
 
 def _copy_item(item: Any) -> Any:

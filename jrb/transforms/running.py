@@ -385,7 +385,7 @@ def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
         [0.0, 0.0]
     """
     validate.check_state(buffer, state)
-    pairs = zip(transforming.learning(buffer.transforms), state.transforms, strict=True)
+    pairs = zip(transforming.stateful_transforms(buffer.transforms), state.transforms, strict=True)
     running = [(one, its) for one, its in pairs if isinstance(one, RunningNormalize)]
     if not running:
         raise ValueError(

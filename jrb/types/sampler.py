@@ -139,7 +139,7 @@ class Sampler(abc.ABC):
         # Counts of draws stay, as a new item in a slot sets its count to 0.
         draws = state.draws if isinstance(state, DrawCounts) else None
         others = state if draws is None else state.replace(draws=None)
-        others = dependencies.restored(others, lambda: self.init(ring), token)
+        others = dependencies.overwrite_with(others, lambda: self.init(ring), token)
         return others if draws is None else others.replace(draws=draws)
 
     def _unless_stateful(self, state: PartState, needed: str, method: str) -> Any:

@@ -286,7 +286,7 @@ class Reservoir(OneByOne):
         rank = jnp.cumsum(is_written, dtype=jnp.uint32) - is_written.astype(jnp.uint32)
         # Item number n, `bound`, gets slot n - 1 while that exists; then a random slot below n.
         bound = jnp.minimum(rank, _MOST - state.came) + state.came + np.uint32(1)
-        words = random_bits.counted(state.seed, state.number + rank)
+        words = random_bits.words_at(state.seed, state.number + rank)
         chosen = random_bits.below(bound, *words).astype(jnp.uint32)
         slots = jnp.where(bound <= capacity, bound - np.uint32(1), chosen)
         slots = jnp.where(is_written & (slots < capacity), slots, np.uint32(capacity))

@@ -185,7 +185,7 @@ def test_all_read_their_own_whether_few_or_many(lead, axes, monkeypatch):
     plain = run(array, slots)
     monkeypatch.setattr(gather, "_LARGE", 0)
     for few in (0, 1 << 10, 1 << 30):
-        again = compiling.traced_with(compiling.SerialLimits(few, few), run)
+        again = compiling.with_limits(compiling.SerialLimits(few, few), run)
         assert np.array_equal(jax.jit(again)(array, slots), plain)
 
 
