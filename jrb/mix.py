@@ -67,6 +67,7 @@ class Mix:
         return display.tree_html(self)
 
     def __post_init__(self) -> None:
+        # Check that the buffers are in the same shards, or in none.
         kinds = ReplayBuffer | Sharded
         is_tuple = isinstance(self.buffers, tuple) and self.buffers
         if not is_tuple or not all(isinstance(part, kinds) for part in self.buffers):
@@ -103,6 +104,7 @@ class Mix:
 
     def can_sample(self, states: States) -> jax.Array:
         """Returns True if every buffer whose part is not empty can be sampled, bool `[]`."""
+        # Without a batch size, ask each buffer for its own; 0 stands for buffers without a share.
         if self.batch_size is None:
             counts = tuple(None if share else 0 for share in self.proportions)
         else:
@@ -155,7 +157,7 @@ class Mix:
                 inside, they are scaled); the buffers' data differ in structure; a buffer has
                 nothing to draw (outside `jit`; inside, its part of `mask` is False).
         """
-        # Each buffer draws a whole batch then, of which most is thrown away.
+        # With traced proportions each buffer draws a whole batch, of which most is thrown away.
         wasteful = [sampler for sampler in self._samplers if sampler.consumes]
         if proportions is not None and wasteful:
             raise ValueError(
@@ -168,44 +170,44 @@ class Mix:
         self, states: States, key: jax.Array, batch_size: int | None, beta: Any, proportions: Any
     ) -> tuple[States, Sample]:
         size, beta = draw_arguments(self.batch_size, key, batch_size, beta)
+        num_buffers = len(self.buffers)
         # One more, by which parts are chosen if proportions are traced.
-        keys = jax.random.split(key, len(self.buffers) + 1)
+        keys = jax.random.split(key, num_buffers + 1)
         if proportions is None:
             counts = self._counts(size)
-            after, parts = self._parts(states, keys, counts, counts, beta)
-            merge = _interleaved_parts(self) if self.exact else _concatenated
+            after, parts = self._draw_parts(states, keys, counts, counts, beta)
+            merge = _join_parts(self) if self.exact else _concatenate
             return tuple(after), self._within(merge, (), (parts,), merges=True)
         # Shapes may not depend on the proportions: each buffer draws B items, and of these its part
         # of the batch is chosen.
         if not isinstance(proportions, jax.core.Tracer):
-            splitting.check("proportions", proportions, len(self.buffers), "buffer")
+            splitting.check("proportions", proportions, num_buffers, "buffer")
         values = jnp.asarray(casting.copy_array(proportions)).astype(jnp.float32)
-        if values.shape != (len(self.buffers),):
-            raise ValueError(
-                f"proportions: expected shape ({len(self.buffers)},), got {values.shape}."
-            )
+        if values.shape != (num_buffers,):
+            raise ValueError(f"proportions: expected shape ({num_buffers},), got {values.shape}.")
+        # Traced proportions cannot be checked: NaN and negative ones count as 0.
         values = jnp.maximum(jnp.nan_to_num(values), 0.0)
         per_shard = splitting.counts(jnp, values, size // self._shards, 1e-4)
-        shares, counts = self._shards * per_shard, (size,) * len(self.buffers)
+        shares, counts = self._shards * per_shard, (size,) * num_buffers
         needed = counts if isinstance(shares, jax.core.Tracer) else tuple(shares.tolist())
-        after, parts = self._parts(states, keys, counts, needed, beta)
-        chosen: Any = shares, keys[-1]
-        if self._shards_of_first is not None:  # each shard has its own shares, and a key
-            num_shards = self._shards
-            each = jnp.broadcast_to(per_shard, (num_shards, shares.size))
-            chosen = each, jax.random.split(keys[-1], num_shards)
-        merge = (_interleaved_choice if self.exact else _chosen)(self)
-        sample = self._within(merge, chosen, (parts,), merges=True)
-        drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
+        after, parts = self._draw_parts(states, keys, counts, needed, beta)
+        # Choose each buffer's part; each shard chooses by shares and a key of its own.
+        choice: Any = shares, keys[-1]
+        if self._shards_of_first is not None:
+            each = jnp.broadcast_to(per_shard, (self._shards, num_buffers))
+            choice = each, jax.random.split(keys[-1], self._shards)
+        sample = self._within(_choose_parts(self), choice, (parts,), merges=True)
+        # The buffers have counted all draws: count again, only items that are in the batch.
+        drawn = steps.has_item(sample)
         for number, sampler in enumerate(self._samplers):
-            if sampler.count_draws:  # only items that are in the batch count
+            if sampler.count_draws:
                 own = drawn & (sample.info["source"] == number)
                 samplers = states[number].sampler, after[number].sampler
-                counted = self._within(steps.recount, samplers, (sample, own))
-                after[number] = after[number].replace(sampler=counted)
+                recounted = self._within(steps.recount, samplers, (sample, own))
+                after[number] = after[number].replace(sampler=recounted)
         return tuple(after), sample
 
-    def _parts(
+    def _draw_parts(
         self, states: States, keys: jax.Array, counts: tuple, needed: tuple, beta: Any
     ) -> tuple[list[Any], list[Sample]]:
         """Draws `counts[k]` items from each buffer k, which may be empty if `needed[k]` is 0."""
@@ -219,6 +221,7 @@ class Mix:
             after[number], sample = draw(state, keys[number], count, beta, quiet)
             info = {**sample.info, "source": jnp.full(count, number, jnp.int32)}
             parts.append(sample.replace(info=info, origin=self._origin))
+        # Check that the parts can be joined.
         first, one = parts[0], lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
         mend = "Give the buffers units and transforms with the same result, and let all or none "
         for other in parts[1:]:
@@ -243,6 +246,7 @@ class Mix:
                 "update_priority: expected a buffer with priorities, got none. "
                 "Build one with sampler=jrb.Prioritized()."
             )
+        # Each buffer gets the sample with the entries of all others masked.
         source, after = sample.info["source"], []
         for number, (part, state) in enumerate(self._pairs(states)):
             mine = (source == number).reshape(-1, *(1,) * (sample.mask.ndim - 1))
@@ -250,6 +254,7 @@ class Mix:
             if self._samplers[number].prioritized:
                 after.append(part.update_priority(state, own, priorities))
             else:
+                # There is nothing to update, but later writes wait for the reads all the same.
                 one = part.part if isinstance(part, Sharded) else part
                 after.append(self._within(eager.Wait(one), (state,), (own,)))
         return tuple(after)
@@ -305,40 +310,37 @@ class Mix:
         return self._shards_of_first.in_each(function, states, batches, merges)
 
 
-def _concatenated(parts: list[Sample]) -> Sample:
+def _concatenate(parts: list[Sample]) -> Sample:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
-def _choose(mix: "Mix", shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
+@per_description()
+def _join_parts(mix: "Mix", parts: list[Sample]) -> Sample:
+    """Returns the interleaved batch of all rows of the parts."""
+    return _interleave(_concatenate(parts), len(parts))
+
+
+@per_description()
+def _choose_parts(mix: "Mix", shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
     """Returns `shares[k]` random rows of each part k, in order of k; `shares` is int32 `[K]`."""
+    # Entry i of the batch is from part k if i is between the ends of the shares k - 1 and k.
     size = parts[0].indices.shape[0]
     place, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(shares, dtype=jnp.int32)
     source = jnp.sum(place[:, None] >= ends[None], axis=1, dtype=jnp.int32)
     source = jnp.minimum(source, len(parts) - 1)
     within = place - (ends - shares)[source]
+    # A part is the beginning of a random permutation of the rows that its buffer drew.
     seeds = random_bits.bits(key, (len(parts), 2))
     mixed = jnp.stack([random_bits.permute(seed, jnp.int32(size), place) for seed in seeds])
     row = source * size + mixed[source, within]
-    return jax.tree.map(lambda leaf: leaf[row], _concatenated(parts))
+    sample = jax.tree.map(lambda leaf: leaf[row], _concatenate(parts))
+    return _interleave(sample, len(parts)) if mix.exact else sample
 
 
-_chosen = per_description()(_choose)
-
-
-def _interleaved(sample: Sample, num_buffers: int) -> Sample:
+def _interleave(sample: Sample, num_buffers: int) -> Sample:
     """Returns a batch whose sources alternate as evenly as their shares allow."""
     order = splitting.alternate_sources(jnp, sample.info["source"], num_buffers)
     return jax.tree.map(lambda leaf: leaf[order], sample)
-
-
-@per_description()
-def _interleaved_parts(mix: "Mix", parts: list[Sample]) -> Sample:
-    return _interleaved(_concatenated(parts), len(parts))
-
-
-@per_description()
-def _interleaved_choice(mix: "Mix", shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
-    return _interleaved(_choose(mix, shares, key, parts), len(parts))
 
 
 Description = Buffer | Mix | Sharded
