@@ -45,7 +45,7 @@ def call_on_host(function: Callable[..., Any], shapes: Any, *arguments: jax.Arra
     out_words = jax.eval_shape(lambda: [_split_wide(jnp.zeros(it.shape, it.dtype)) for it in outs])
     # Ordered, since a function that reads what another one writes must be called after it.
     results = io_callback(call, out_words, *words, ordered=True)
-    joined = []
+    leaves = []
     for leaf, spec in zip(results, outs, strict=True):
         # Join the words of wide results, as the inverse of `_split_wide`.
         if spec.dtype.name in _WIDE and jnp.issubdtype(spec.dtype, jnp.complexfloating):
@@ -53,8 +53,8 @@ def call_on_host(function: Callable[..., Any], shapes: Any, *arguments: jax.Arra
             leaf = lax.complex(parts[..., 0], parts[..., 1])
         elif spec.dtype.name in _WIDE:
             leaf = lax.bitcast_convert_type(leaf, spec.dtype)
-        joined.append(leaf)
-    return jax.tree.unflatten(structure, joined)
+        leaves.append(leaf)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _split_wide(array: jax.Array) -> jax.Array:

@@ -37,7 +37,7 @@ def bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _threefry(
     k0: jax.Array, k1: jax.Array, x0: jax.Array, x1: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    # Compiled by itself, it is traced and lowered once for all calls of a shape. A hundred
+    # As a function of `jax.jit`, it is traced and lowered once for all calls of a shape. A hundred
     # operators would take twice as long to trace as functions of `lax`.
     keys = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
