@@ -199,12 +199,13 @@ class SharedRows:
                 "last write returned, or load the path again."
             )
 
-    def prepare_commit(self) -> None:
-        """Waits for draws of other threads, and raises `StaleError` if rows are lost.
+    def prepare_commit(self, version: int) -> None:
+        """Waits for draws of other threads; raises `StaleError` if rows are lost, or newer ones.
 
-        A commit shortens the files, whose ends no thread may read meanwhile.
+        Called while `store.turn` is held. A commit shortens the files, whose ends no thread may
+        read meanwhile.
         """
-        self._settle()
+        self.check_newest(version)
         self.drawing.wait()
         if len(self._lost):
             raise StaleError(
@@ -232,6 +233,9 @@ class SharedRows:
         Returns the version of the new state. If it fails, nothing has changed. If `patient`, the
         write waits for draws of other threads.
         """
+        # A save is inside too, and needs the turn for its commit: it is waited for without.
+        if patient:
+            self.drawing.wait()
         with self.store.turn:
             self.store.own()
             self.check_newest(version)

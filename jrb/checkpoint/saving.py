@@ -35,6 +35,7 @@ from jrb.checkpoint.manifest import EXTRA
 from jrb.checkpoint.schema import Snapshot
 from jrb.mix import AnyState, Mix
 from jrb.sharding import Sharded
+from jrb.storages import host_rows
 from jrb.storages.host_rows import HostView, bytes_of
 from jrb.storages.memmap import StoreRows, item_sources
 from jrb.types import Item
@@ -121,12 +122,17 @@ def snapshot(buffer: Several, state: AnyState, method: str = "save") -> AnySnaps
 
 @contextlib.contextmanager
 def reading(saved: AnySnapshot) -> Iterator[None]:
-    """Returns a context during which no other thread overwrites rows."""
+    """Returns a context for a save, for which writes of other threads wait for a while.
+
+    Raises `StaleError` for an older state, of whose rows some may be overwritten already. A write
+    that does not wait is noticed when its rows are read, or by the commit.
+    """
     with contextlib.ExitStack() as stack:
         for view in saved.views:
-            stack.enter_context(view.rows.drawing())
-            # Raises for an older state, of whose rows some may be overwritten already.
-            view.rows.check_newest(view.version)
+            # No write is under way while the save enters: it would keep the turn, and wait for it.
+            with view.rows.turn:
+                stack.enter_context(view.rows.drawing())
+                view.rows.check_newest(view.version)
         yield
 
 
@@ -223,7 +229,11 @@ class SaveJob:
     ) -> None:
         self._path, self._extra = path, extra
         # A save to the path of the state's own storage: its rows only have to be committed.
-        self._own = cast(StoreRows, saved.views[0].rows) if saved.lies_at(path) else None
+        self._own, self._version = None, 0
+        if saved.lies_at(path):
+            (view,) = saved.views
+            self._own = cast(StoreRows, view.rows)
+            self._version = host_rows.number(view.version)
         self._group = processes() if isinstance(saved.buffer, Sharded) else ProcessGroup()
         self._parts: list[PartSave] = []
         self._meta = self._add(saved, out, "")
@@ -325,9 +335,12 @@ class SaveJob:
                 self._meta["parts"] |= report["parts"]
                 for name, (kind, data) in report["small"].items():
                     self._small[name] = SmallArray(kind, base64.b85decode(data))
-            if self._own is not None:
-                self._own.shared.prepare_commit()
-            return store.commit(self._meta, self._small, keep, tables)
+            if self._own is None:
+                return store.commit(self._meta, self._small, keep, tables)
+            # The rows are in the files already: they must be those of this state until the end.
+            with store.turn:
+                self._own.shared.prepare_commit(self._version)
+                return store.commit(self._meta, self._small, keep, tables)
 
         # The generation is written only when the arrays of all processes are on the disk.
         reports = self._group.all_gather_json(write_arrays)

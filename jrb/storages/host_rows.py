@@ -97,10 +97,12 @@ class HostRows(RowsSpec, abc.ABC):
         outline: the shape of these rows.
         path: the folder that these rows are in, to which a save is a commit; None if there is none.
         takes_back: True if a write that is interrupted inside `writing` is undone.
+        turn: a context that a write holds, for rows to which several threads may write.
     """
 
     path: str | None = None
     takes_back: ClassVar[bool] = False
+    turn: AbstractContextManager[Any] = contextlib.nullcontext()
 
     def __init__(self, capacity: int, spec: Item) -> None:
         super().__init__(capacity, spec)

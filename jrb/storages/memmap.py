@@ -33,6 +33,7 @@ class StoreRows(HostRows):
     def __init__(self, store: BlockStore, capacity: int, spec: Item) -> None:
         super().__init__(capacity, spec)
         self.store: BlockStore = store
+        self.turn: AbstractContextManager[Any] = store.turn
         self.shared: SharedRows = SharedRows(store, list(item_sources(spec, capacity)))
         self.path: str | None = store.path
 

@@ -60,20 +60,20 @@ class CachedSlots(NamedTuple):
 
 
 def _uncached(located: CachedSlots, is_static: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the slots that are not cached, int32 `[K]`, and their offsets in the batch.
+    """Returns the slots that are not cached, int32 `[M]`, and their offsets in the batch.
 
-    They are padded to few lengths K, so that few programs are compiled: 0, an eighth of the batch,
-    1.5 times that, and so on; with `is_static` to the whole batch.
+    Offsets are padded to few lengths K, so that few programs are compiled: 0, an eighth of all
+    slots, 1.5 times that, and so on; with `is_static` to all. Padding is an offset beyond the
+    batch, where nothing is written.
     """
     flat, is_cached = np.asarray(located.slots).reshape(-1), np.asarray(located.is_cached)
     offsets = np.flatnonzero(~is_cached.reshape(-1))
     length = len(flat) if is_static else 0
     while length < len(offsets):
         length += -(-length // 2) if length else -(-len(flat) // 8)
-    # Padding has an offset beyond the batch, where nothing is written; any slot is read for it.
     at = np.full(min(length, len(flat)), len(flat), np.int32)
     at[: len(offsets)] = offsets
-    return flat[np.where(at < len(flat), at, offsets[0] if len(offsets) else 0)], at
+    return flat[offsets], at
 
 
 @pytree.component
@@ -202,8 +202,14 @@ class SpillStorage(StoreArrays):
     def fetch(self, view: HostView, located: UniqueSlots, is_static: bool = False) -> Any:
         """Returns rows that are not cached, `[K, ...]`, and their offsets in the batch, `[K]`."""
         uncached = [_uncached(one, is_static) for one in located.values]
-        slots = [uncached[number][0] for number in located.index]
-        return view.rows.take(view.version, slots), [offsets for _, offsets in uncached]
+        # Only these rows are read; zeros are appended to the lengths of the offsets.
+        slots, offsets = zip(*(uncached[number] for number in located.index), strict=True)
+        leaves = view.rows.take(view.version, list(slots))
+        padded = [
+            np.concatenate([leaf, np.zeros((len(at) - len(leaf), *leaf.shape[1:]), leaf.dtype)])
+            for leaf, at in zip(leaves, offsets, strict=True)
+        ]
+        return padded, [offsets for _, offsets in uncached]
 
     def fetched_shapes(self, rows: RowsSpec, located: UniqueSlots) -> Any:
         """Returns the shapes of what `fetch` returns, inside `jit`."""

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint
+from jrb.checkpoint import schema
 from tests.small_blocks import damage, file_of, small_blocks
 from tests.storages.test_on_host import EXAMPLE, KEY, numbered, same, steps
 
@@ -25,6 +27,50 @@ STORAGES = {
     "memmap": lambda path: jrb.MemmapStorage(path),
     "spill": lambda path: jrb.SpillStorage(path, 4),
 }
+
+
+def small(path, storage):
+    """Returns a buffer of eight numbers, its full state, and a function that loads the path."""
+    buffer = jrb.ReplayBuffer(8, batch_size=4, storage=STORAGES[storage](path))
+    state = buffer.extend(buffer.init({"x": 0}), {"x": np.arange(8, dtype=np.int32)})
+    loaded = lambda: jrb.items(*jrb.load(path))["x"].tolist()
+    return buffer, state, loaded
+
+
+def before_the_arrays_are_written(monkeypatch, call):
+    """Calls a function once in the middle of a save, after its checks."""
+    calls, sources_of = [call], schema.sources_of
+
+    def called(arrays):
+        if calls:
+            calls.pop()()
+        return sources_of(arrays)
+
+    monkeypatch.setattr(schema, "sources_of", called)
+
+
+@pytest.mark.parametrize("save", [jrb.save, checkpoint.save_async])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_write_in_the_middle_of_a_commit_is_noticed(tmp_path, monkeypatch, storage, save):
+    buffer, state, loaded = small(tmp_path / "store", storage)
+    jrb.save(tmp_path / "store", buffer, state)
+    before_the_arrays_are_written(monkeypatch, lambda: buffer.add(state, {"x": 99}))
+    with pytest.raises(jrb.StaleError, match="newest state"):
+        save(tmp_path / "store", buffer, state)
+    assert loaded() == list(range(8))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_write_of_another_thread_waits_for_a_commit(tmp_path, monkeypatch, storage):
+    buffer, state, loaded = small(tmp_path / "store", storage)
+    after = []
+    writer = threading.Thread(target=lambda: after.append(buffer.add(state, {"x": 99})))
+    before_the_arrays_are_written(monkeypatch, writer.start)
+    jrb.save(tmp_path / "store", buffer, state)
+    writer.join()
+    assert loaded() == list(range(8))
+    jrb.save(tmp_path / "store", buffer, after[0])
+    assert loaded() == [*range(1, 8), 99]
 
 
 def made(path, storage="memmap", rows=9):

@@ -550,3 +550,12 @@ def test_leaves_of_no_elements_are_drawn_too(make):
         state = buffer.add(state, item | {"x": jnp.full(2, float(number))})
     data = buffer.sample(state, jax.random.key(0)).data
     assert data["none"].shape == (4, 0, 3) and data["x"].shape == (4, 2)
+
+
+@pytest.mark.parametrize("transform", [lambda function: function, jax.jit])
+def test_an_old_state_draws_what_its_cache_has(transform):
+    buffer = jrb.ReplayBuffer(8, batch_size=4, storage=jrb.SpillStorage(None, 8))
+    state = buffer.extend(buffer.init({"x": 0}), {"x": np.arange(8, dtype=np.int32)})
+    expected = transform(buffer.sample)(state, KEY).data["x"].tolist()
+    buffer.extend(state, {"x": np.arange(90, 98, dtype=np.int32)})
+    assert transform(buffer.sample)(state, KEY).data["x"].tolist() == expected
