@@ -101,7 +101,7 @@ class Ring:
         self.put(np.random.default_rng(seed).permutation(SLOTS)[:9])
 
     def commit(self, keep=0):
-        self.rows.prepare_commit()
+        self.rows.prepare_commit(self.rows.version)
         return commit(self.store, self.written, self.stamps, keep)
 
     def content(self):
@@ -460,7 +460,7 @@ def unlike(ring, call=lambda act: act()):
         expected = [rows(ring.stamps[at], width) for width in WIDTHS.values()]
         texts += [] if all(map(np.array_equal, found, expected)) else ["a lost row was seen"]
     try:
-        ring.rows.prepare_commit()
+        ring.rows.prepare_commit(ring.rows.version)
         return [*texts, "a lost row was not noticed"]
     except StaleError:
         return texts

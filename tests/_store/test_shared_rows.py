@@ -186,7 +186,7 @@ def test_each_state_reads_its_rows_or_is_stale(kind, path):
             states.rows.store.commit({}, {}, int(states.rng.integers(2)))
         count += states.check_all()
     assert count > 300
-    states.rows.prepare_commit()
+    states.rows.prepare_commit(states.rows.version)
 
 
 def test_rows_are_taken_from_some_arrays(path):
@@ -260,13 +260,13 @@ def test_a_write_that_fails_has_not_happened(kind, path, monkeypatch):
             states.untouched[slots] = False
             states.check_all()
             states.rows.check_newest(states.newest)
-            states.rows.prepare_commit()
+            states.rows.prepare_commit(states.rows.version)
             if number % 2:
                 states.put(slots, rows)  # the same write can be made
         monkeypatch.setattr(files, "hook", None)
         states.check_all()
         if states.rng.random() < 0.3:
-            states.rows.prepare_commit()
+            states.rows.prepare_commit(states.rows.version)
             states.rows.store.commit({}, {})
     assert failed > 10
 
@@ -283,7 +283,7 @@ def test_a_write_that_cannot_be_taken_back_yet_is_taken_back_later(path, monkeyp
     # No rows are returned as long as some may be of a write that has not happened.
     for read in (
         lambda: states.rows.take(states.newest, [slots] * len(WIDTHS)),
-        states.rows.prepare_commit,
+        lambda: states.rows.prepare_commit(states.newest),
         lambda: states.rows.check_newest(states.newest),
         lambda: states.put(slots, rows),
     ):
@@ -327,10 +327,10 @@ def test_a_write_is_taken_back(kind, most_kept, path, monkeypatch):
 
 def prepare_commit(states):
     if not states.lost.any():
-        states.rows.prepare_commit()
+        states.rows.prepare_commit(states.rows.version)
         return
     with pytest.raises(StaleError, match="lost"):
-        states.rows.prepare_commit()
+        states.rows.prepare_commit(states.rows.version)
 
 
 def test_a_write_of_another_thread_is_not_taken_back(path):
