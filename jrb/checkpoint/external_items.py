@@ -30,7 +30,7 @@ from jrb.storages.device import next_observation_rows, shared_leaves
 from jrb.storages.host_rows import bytes_of
 from jrb.storages.memmap import ITEMS
 from jrb.types import Item
-from jrb.types.messages import PartState
+from jrb.types.messages import PartState, WritePlan
 
 KEPT = "apart"
 """The kind of items that were left out of a checkpoint."""
@@ -376,12 +376,12 @@ def restored(
                 version = host_rows.put(version, slots, *words)
         return attach(buffer, state, view.after(version))
     # Arrays of items begin as zeros; all other arrays of the storage were saved, and are kept.
-    items = set(map(id, jax.tree.leaves(buffer.storage.slotted(want.storage))))
+    blank = set(map(id, jax.tree.leaves(buffer.storage.slotted(want.storage))))
     own, raws = iter(jax.tree.leaves(state.storage)), jax.tree.map(casting.raw_spec, want.storage)
     zeros = lambda leaf, raw: casting.wrap_words(jnp.zeros(raw.shape, raw.dtype), leaf.dtype)
-    zeros_or_saved = lambda leaf, raw: zeros(leaf, raw) if id(leaf) in items else next(own)
+    zeros_or_saved = lambda leaf, raw: zeros(leaf, raw) if id(leaf) in blank else next(own)
     storage = jax.tree.map(zeros_or_saved, want.storage, raws)
-    names, specs = pytree.leaf_names(spec), jax.tree.leaves(spec)
+    specs, structure = jax.tree.flatten(spec)
     for rows, leaves in pieces:
         buffers, slots = np.divmod(rows, buffer.capacity)
         for number in np.unique(buffers):
@@ -390,13 +390,14 @@ def restored(
             size = 1 << int(count - 1).bit_length()  # the write is compiled for each size
             padded = np.full(size, _NOWHERE, np.int32)
             padded[:count] = slots[which]
-            values = {}
-            for name, leaf, one in zip(names, leaves, specs, strict=True):
+            values = []
+            for leaf, one in zip(leaves, specs, strict=True):
                 array = np.zeros((size, *leaf.shape[1:]), leaf.dtype)
                 array[:count] = leaf[which]
-                values[name] = casting.wrap_words(jnp.asarray(array), one.dtype)
+                values.append(casting.wrap_words(jnp.asarray(array), one.dtype))
+            items = jax.tree.unflatten(structure, values)
             index = tuple(np.unravel_index(number, want.edits.shape)) if want.edits.ndim else ()
-            storage = _put(buffer, storage, state.writer, index, jnp.asarray(padded), values)
+            storage = _put(buffer, storage, state.writer, index, jnp.asarray(padded), items)
     storage = storage if device is None else jax.device_put(storage, device)
     return state.replace(storage=storage)
 
@@ -414,19 +415,26 @@ def _put(
     writer: PartState,
     index: tuple[Any, ...],
     slots: jax.Array,
-    values: dict[str, jax.Array],
+    items: Item,
 ) -> Any:
     """Puts items into the storage of one buffer, or of one of those under `vmap`."""
     if index:
         # One buffer is taken out and put back: no storage has to write under `vmap`.
         part, writer = jax.tree.map(lambda leaf: leaf[index], (storage, writer))
-        part = _put(buffer, part, writer, (), slots, values)
+        part = _put(buffer, part, writer, (), slots, items)
         return jax.tree.map(lambda whole, leaf: whole.at[index].set(leaf), storage, part)
-    context, put = steps.context_of(buffer, writer), buffer.storage.edit
-    twins: dict[str, str] = {}
-    if isinstance(buffer.storage, DeviceStorage) and buffer.storage.share_next_observations:
-        # A shared next observation has no row of its own that could be written.
-        twins = shared_leaves(buffer.storage.spec(storage), buffer.keys)
+    context = steps.context_of(buffer, writer)
+    if not isinstance(buffer.storage, DeviceStorage) or not buffer.storage.share_next_observations:
+        # A write of rows of one item, each to a slot of its own; names of leaves may be equal.
+        number = jnp.arange(len(slots), dtype=jnp.int32)
+        is_written, none = jnp.ones(len(slots), jnp.bool_), jnp.zeros((), jnp.int32)
+        plan = WritePlan(slots, slots[:, None], is_written, number + 1, none, consecutive=False)
+        rows = jax.tree.map(lambda leaf: leaf[:, None], items)
+        return buffer.storage.write(context, storage, plan, rows)[0]
+    put = buffer.storage.edit
+    values = dict(zip(pytree.leaf_names(items), jax.tree.leaves(items), strict=True))
+    # A shared next observation has no row of its own that could be written.
+    twins = shared_leaves(buffer.storage.spec(storage), buffer.keys)
     own = {name: leaf for name, leaf in values.items() if name not in twins}
     if twins:
         # Most next observations are those of the next row. The others have rows after the first N.

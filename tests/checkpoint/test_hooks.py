@@ -439,6 +439,15 @@ def test_whatever_writer_there_is(name, tmp_path):
     assert_same(jrb.load(tmp_path, decode=restored)[1], state)
 
 
+def test_leaves_of_equal_names_are_restored(tmp_path):
+    example = {"a/b": jnp.zeros(2), "a": {"b": jnp.zeros(3), "": jnp.int8(0)}, "a/": 0.0}
+    buffer, state = filled(example=example)
+    jrb.save(tmp_path, buffer, state, items=False)
+    assert_same(jrb.load(tmp_path, items=jrb.items(buffer, state))[1], state)
+    jrb.save(tmp_path, buffer, state, encode=lambda items: items)
+    assert_same(jrb.load(tmp_path, decode=lambda saved: saved)[1], state)
+
+
 def test_it_is_small_and_goes_on_through_draws(tmp_path):
     buffer, state = filled(
         rows=5, example={**TED, "frame": jnp.zeros(5000)}, unit=jrb.NStep(2, 0.9)
