@@ -1,8 +1,9 @@
 """The methods outside `jit` of buffers whose items are on the host.
 
-Each has three stages: a compiled plan finds the slots to write or read, the host puts or fetches
-their rows, and the rest is compiled again. In compiled parts, states have the outline of the rows
-in their place (see `jrb.storages.host_rows`). Inside `jit`, the same storages call the host back.
+Each has up to three stages: a compiled plan finds the slots to write or read, the host puts or
+fetches their rows, and the rest is compiled again. In compiled parts, states have the outline of
+the rows in their place (see `jrb.storages.host_rows`). Inside `jit`, the same storages call the
+host back.
 """
 
 from collections.abc import Callable
@@ -47,25 +48,25 @@ def write(
     in_place = donate and view.rows.takes_back
     if in_place and max(leaf.size for leaf in jax.tree.leaves(half)) > _MANY_ELEMENTS:
         after, slots = None, _plan_slots(buffer, half, arrays, *others)
+        finish = lambda: steps.write_in_place(buffer, half, arrays, *others)
     else:
         after = steps.write(buffer, half, arrays, *others)
-        slots = storage.view(after.storage).planned
-    if is_traced(slots, after):
-        return None
-    if after is not None:
-        return write_planned(buffer, state, after, items)
-    with view.rows.writing(view.version):
-        version = view.rows.put_items(view.version, slots, items)
-        after = steps.write_in_place(buffer, half, arrays, *others)
-        return after.replace(storage=storage.with_view(after.storage, view.after(version)))
+        slots, finish = storage.view(after.storage).planned, lambda: after
+    return None if is_traced(slots, after) else put_rows(buffer, state, slots, items, finish)
 
 
-def write_planned(buffer: Buffer, state: BufferState, after: BufferState, items: Item) -> Any:
-    """Returns the state `after` a compiled plan, whose items the host has written."""
-    storage = buffer.storage
-    view, slots = storage.view(state.storage), storage.view(after.storage).planned
+def put_rows(
+    buffer: Buffer,
+    state: BufferState,
+    slots: jax.Array,
+    items: Item,
+    finish: Callable[[], BufferState],
+) -> Any:
+    """Writes rows on the host, and returns the state of compiled parts from `finish` with them."""
+    storage, view = buffer.storage, buffer.storage.view(state.storage)
     with view.rows.writing(view.version):
         version = view.rows.put_items(view.version, slots, items)
+        after = finish()
         return after.replace(storage=storage.with_view(after.storage, view.after(version)))
 
 
@@ -95,16 +96,17 @@ def draw_program(buffer: Buffer) -> Callable[..., Any]:
         if is_traced(view):
             return None
         half = for_device(buffer, state)
-        with view.rows.drawing():  # nothing is overwritten meanwhile
+        # Writes of other threads wait for a while. What they overwrite after all raises StaleError.
+        with view.rows.drawing():
             sampler, chosen, located = choose(half, key, beta, **options, is_plain=is_plain)
             if not is_drawn(chosen.mask):
                 return None
             device = chosen.mask.sharding if compat.is_committed(chosen.mask) else None
             if is_plain:
                 data = view.rows.fetch(view.version, chosen.indices, device, is_draw=True)
-                return sampler, chosen.replace(data=storage.collated(data, chosen.mask))
+                return sampler, chosen.replace(data=storage.collate_items(data, chosen.mask))
             fetched = view.rows.to_device(storage.fetch(view, located), device)
-        stored = storage.with_view(half.storage, view.outlined(fetched))
+        stored = storage.with_view(half.storage, view.without_rows(fetched))
         return sampler, assemble(half.replace(storage=stored), chosen, key)
 
     return draw_from_host
@@ -135,7 +137,7 @@ def _choose_compiled(
     return sampler, chosen, steps.locate(buffer, state, chosen, key)
 
 
-_assemble_compiled = per_description()(steps.assemble)
+_assemble_compiled = per_description()(standalone_program(steps.assemble))
 
 
 def take(buffer: Buffer, state: BufferState, slots: np.ndarray) -> Any:
@@ -163,11 +165,11 @@ def rewrite(
     # Oldest first, as inside `jit`.
     slots, compiled, cuts = np.asarray(order)[: int(count)], jax.jit(function), None
     for start in range(0, len(slots), batch_size):
-        part = jnp.asarray(slots[start : start + batch_size])
-        values = compiled(take(buffer, state, np.asarray(part)))
+        part = slots[start : start + batch_size]
+        values = compiled(take(buffer, state, part))
         if not start:
             cuts = _cuts_if_flagged(buffer, state, values)
-        state = _put_values(buffer, state, part, values)
+        state = _put_values(buffer, state, jnp.asarray(part), values)
     return _with_ends(buffer, state, cuts)
 
 
@@ -208,4 +210,4 @@ def _with_flags(buffer: Buffer, state: BufferState) -> Any:
     view, flags = storage.view(state.storage), frozenset(editing.flags(buffer, state))
     with view.rows.drawing():
         fetched = storage.fetch(view, editing.locate_leaves(buffer, half, flags))
-    return state.replace(storage=storage.with_view(half.storage, view.outlined(fetched)))
+    return state.replace(storage=storage.with_view(half.storage, view.without_rows(fetched)))

@@ -123,7 +123,7 @@ def for_device(buffer: Buffer, state: BufferState) -> Any:
     if not on_host(buffer):
         return state
     storage = buffer.storage
-    view = storage.view(state.storage).outlined()
+    view = storage.view(state.storage).without_rows()
     return state.replace(storage=storage.with_view(state.storage, view))
 
 

@@ -129,10 +129,12 @@ def reading(saved: AnySnapshot) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for view in saved.views:
+            # Wait for the device before the turn is taken, which a callback of it may need.
+            version = np.asarray(view.version)
             # No write is under way while the save enters: it would keep the turn, and wait for it.
             with view.rows.turn:
                 stack.enter_context(view.rows.drawing())
-                view.rows.check_newest(view.version)
+                view.rows.check_newest(version)
         yield
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jrb._core import steps
-from jrb._core.host_calls import write_planned
+from jrb._core.host_calls import put_rows
 from jrb._core.validate import for_device
 from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer
@@ -92,7 +92,8 @@ def make_writer(buffer: ReplayBuffer, lanes: int) -> Callable[..., BufferState]:
         after = _plan(lane_buffer, half, np.int32(lane), items, *options)
         if any(hasattr(transform, "inverse") for transform in buffer.transforms):
             items = _to_stored(lane_buffer, items)
-        return write_planned(buffer, state, after, items)
+        slots = storage.view(after.storage).planned
+        return put_rows(buffer, state, slots, items, lambda: after)
 
     return write_on_host
 

@@ -27,7 +27,7 @@ Version = Any
 
 VERSION = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
-_SMALL = 1 << 17  # a gather of fewer bytes may make another copy, which takes no time that matters
+_SMALL = 1 << 17  # of fewer bytes, another copy takes no time that matters
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +58,7 @@ class UniqueSlots:
 
 
 class RowsSpec:
-    """The shape of rows on the host, which stands for them in compiled parts of methods.
+    """The shape of rows on the host; states of compiled parts have it in place of the rows.
 
     Attributes:
         capacity: N, the number of slots.
@@ -158,7 +158,10 @@ class HostRows(RowsSpec, abc.ABC):
         return self.capacity
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Returns a context in which other threads overwrite nothing."""
+        """Returns a context of a read, for which writes of other threads wait for a while.
+
+        A read of what was overwritten after all raises `StaleError`.
+        """
         return contextlib.nullcontext()
 
     def writing(self, version: Version) -> AbstractContextManager[None]:
@@ -293,7 +296,8 @@ class HostView(pytree.State, HostState):
     In compiled parts of a method outside `jit`, it has the outline of the rows in their place.
     """
 
-    # uint32 [2], the number of the write that made it, high and low word; None in compiled parts.
+    # uint32 [2], high and low word of a number that later writes do not make smaller; None in
+    # compiled parts.
     version: jax.Array | None = pytree.cursor()
     rows: Any = pytree.static(default=None)  # shared by all states of the buffer
     planned: Any = None  # the slots that the host will write, after a compiled plan of a write
@@ -313,7 +317,7 @@ class HostView(pytree.State, HostState):
         """Returns the view of the state after a write."""
         return self.replace(version=_on_device(version))
 
-    def outlined(self, fetched: Any = None) -> Self:
+    def without_rows(self, fetched: Any = None) -> Self:
         """Returns the view for compiled parts, with rows that were fetched."""
         return self.replace(version=None, rows=self.rows.outline, fetched=fetched)
 
@@ -348,7 +352,7 @@ def view(rows: HostRows, version: int = 0) -> HostView:
 
 
 def number(version: Version) -> int:
-    """Returns the number of a write, from its words."""
+    """Returns the number of a version, from its words."""
     high, low = np.asarray(version).tolist()
     return high << 32 | low
 
@@ -392,7 +396,8 @@ class HostStorage(Storage):
     Each method has three stages: a compiled plan of the slots, the reads and writes of the host,
     and the compiled rest. Inside `jit`, the host is called back by the methods of `HostView`.
     Outside, the compiled parts get states with a `RowsSpec` in place of the rows: writes then only
-    plan their slots, reads take what was fetched, and `jrb._core.eager` calls the host in between.
+    plan their slots, reads take what was fetched, and `jrb._core.host_calls` calls the host in
+    between.
 
     Attributes:
         state_type: the class of the storage's states.
@@ -422,7 +427,7 @@ class HostStorage(Storage):
         return view
 
     def init(self, context: Context, spec: Item) -> Any:
-        """Returns the state of compiled parts; `attach` gives it rows."""
+        """Returns the state of compiled parts; `jrb._core.eager.init` gives it rows."""
         return HostView(version=None, rows=RowsSpec(context.ring.capacity, spec))
 
     def without_plan(self, state: PartState) -> tuple[Any, jax.Array | None]:
@@ -496,7 +501,7 @@ class HostStorage(Storage):
         """Returns the items made of rows that were fetched: compiled."""
         return self.view(state).rows.items(fetched)
 
-    def collated(self, data: Any, mask: jax.Array) -> Any:
+    def collate_items(self, data: Any, mask: jax.Array) -> Any:
         """Returns the data of a sample of single items, outside `jit`."""
         return data
 

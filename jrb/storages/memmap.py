@@ -139,7 +139,7 @@ class StoreArrays(HostArrays):
 
     @property
     def _reserved_rounds(self) -> int:
-        """How often the files keep room for all rows."""
+        """The number of times that the files keep room for all rows."""
         # Rows of the last commit stay as they are: until the next one, as many may be added.
         return 0 if not self.prealloc else 1 if self.path is None else 2
 
@@ -183,8 +183,8 @@ class MemmapStorage(StoreArrays):
     becomes stale.
 
     In a process, one thread may write while others draw. Outside `jit`, a write waits for draws
-    that are under way, at most a second; later, or inside `jit`, such a draw may raise
-    `jrb.StaleError`.
+    and saves that are under way, at most a second. After a later write, or one inside `jit`, such a
+    draw or save may raise `jrb.StaleError`, and nothing is saved.
 
     Attributes:
         path: a folder that does not exist or is empty; None for a temporary one, which is removed

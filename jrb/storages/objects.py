@@ -160,7 +160,7 @@ class ListStorage(HostStorage):
         """Raises TypeError, as `jit` returns no objects."""
         raise object_refusal()
 
-    def collated(self, data: list[Any], mask: jax.Array) -> Any:
+    def collate_items(self, data: list[Any], mask: jax.Array) -> Any:
         """Returns the data of a sample, with None for masked entries."""
         is_real = np.asarray(mask)
         if not is_real.all():

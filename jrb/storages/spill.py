@@ -46,16 +46,16 @@ class TieredState(pytree.State, HostState):
 
 
 class CachedSlots(NamedTuple):
-    """Where an array of slots is found, arrays of one shape.
+    """The slots of an array, and where they are cached, arrays of one shape.
 
     Attributes:
         slots: int32, the slots.
-        offsets: int32, their offsets in the cache.
+        cache_rows: int32, their offsets in the cache.
         is_cached: bool, True for those that are cached.
     """
 
     slots: jax.Array
-    offsets: jax.Array
+    cache_rows: jax.Array
     is_cached: jax.Array
 
 
@@ -177,7 +177,7 @@ class SpillStorage(StoreArrays):
         slots = jnp.arange(capacity, dtype=jnp.int32) if slots is None else slots
         # Slots of N are padding: they go to `size`, which no scatter writes.
         located = self._find(context, state.cache, jnp.minimum(slots, capacity - 1))
-        at = jnp.where(located.is_cached & (slots < capacity), located.offsets, size)
+        at = jnp.where(located.is_cached & (slots < capacity), located.cache_rows, size)
 
         def put(path: tuple, column: packed.Column) -> packed.Column:
             new = values.get(pytree.leaf_name(path))
@@ -224,9 +224,10 @@ class SpillStorage(StoreArrays):
     ) -> Item:
         """Returns the items: cached ones from the device, and those that were fetched."""
         leaves, structure = jax.tree.flatten(state.view.rows.items(fetched[0]))
-        places = UniqueSlots(fetched[1], located.index).each(lambda offsets: offsets)
-        offsets = located.each(lambda one: one.offsets)
-        columns = zip(jax.tree.leaves(state.cache.items), offsets, strict=True)
+        # Leaves that share their slots share the offsets in the batch, too.
+        places = [fetched[1][number] for number in located.index]
+        cache_rows = located.each(lambda one: one.cache_rows)
+        columns = zip(jax.tree.leaves(state.cache.items), cache_rows, strict=True)
         items = []
         for cached, new, at in zip(gather.read_items(*columns), leaves, places, strict=True):
             # Flattened, so that one scatter writes all rows from the host, for slots of any shape.

@@ -60,6 +60,32 @@ def test_a_write_in_the_middle_of_a_commit_is_noticed(tmp_path, monkeypatch, sto
     assert loaded() == list(range(8))
 
 
+def test_a_save_waits_for_the_device_without_the_turn(tmp_path):
+    # A callback of the program that makes the version may need the turn itself.
+    buffer, state, loaded = small(tmp_path / "store", "memmap")
+    store, words, turns = state.storage.rows.store, np.asarray(state.storage.version), []
+
+    def take_turn():
+        turns.append(store.turn.acquire(blocking=False))
+        if turns[-1]:
+            store.turn.release()
+
+    class Version:
+        shape, dtype = words.shape, words.dtype
+
+        def __array__(self, *arguments, **options):
+            thread = threading.Thread(target=take_turn)
+            thread.start()
+            thread.join()
+            return words
+
+    late = state.replace(storage=state.storage.replace(version=Version()))
+    jrb.save(tmp_path / "store", buffer, late)
+    assert turns
+    assert all(turns)
+    assert loaded() == list(range(8))
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_write_of_another_thread_waits_for_a_commit(tmp_path, monkeypatch, storage):
     buffer, state, loaded = small(tmp_path / "store", storage)
