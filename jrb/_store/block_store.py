@@ -90,6 +90,7 @@ class Source:
             that it is given; None if reading a block takes less time than a hash.
         owner: an object whose rows never change, of which weak references can be made; if the last
             save of this process had the same one, its rows are not read. None if there is none.
+        block: the rows of a block; 0 for the default.
     """
 
     kind: Any
@@ -100,6 +101,7 @@ class Source:
     reach: int | None = None
     hashes: Callable[[int], np.ndarray] | None = None
     owner: Any = None
+    block: int = 0
 
 
 _last_saved: dict[str, tuple[Any, dict[str, "weakref.ref[Any]"]]] = {}
@@ -116,6 +118,7 @@ class BlockStore:
         meta: JSON of the owner in that commit.
         small: the small arrays of that commit, by name.
         arrays: the arrays in blocks as they are now, by name.
+        hashes: the hashes of the blocks of some arrays, as these are now; see `Source`.
         turn: a lock that a write or a commit holds.
         is_ousted: True if another store of this process writes to the folder instead of this one.
     """
@@ -128,6 +131,7 @@ class BlockStore:
         self.small: dict[str, SmallArray] = {}
         self.arrays: dict[str, BlockArray] = {}
         self.turn: Any = threading.RLock()
+        self.hashes: dict[str, np.ndarray] = {}
         self.is_ousted: bool = False
         self._opened: OpenGeneration | None = None  # what a reader reads, which must not expire
         self._lock: Lock | None = None
@@ -135,7 +139,6 @@ class BlockStore:
         self._num_files = 0  # files made since the last commit
         self._identity: Any = None  # of the generation that the arrays are those of
         self._owners: dict[str, weakref.ref[Any]] = {}  # of the arrays that were put
-        self._hashes: dict[str, np.ndarray] = {}  # of the blocks of arrays, as these are now
 
     # Opening.
 
@@ -231,13 +234,13 @@ class BlockStore:
     def _load_arrays(self, one: Generation) -> None:
         """Makes the arrays those of a generation."""
         self.generation, self.meta, self.small = one.number, one.meta, one.small
-        self.arrays, self._hashes, self._identity = {}, {}, one.identity
+        self.arrays, self.hashes, self._identity = {}, {}, one.identity
         for name, table in one.large.items():
             array = BlockArray(self.folder, name, table.spec)
             array.positions, array.checksums = table.positions.copy(), table.checksums.copy()
             self.arrays[name] = array
             if HASHES + name in one.small:
-                self._hashes[name] = np.frombuffer(one.small[HASHES + name].data, np.uint64)
+                self.hashes[name] = np.frombuffer(one.small[HASHES + name].data, np.uint64)
 
     def _find_used_positions(self) -> set[str]:
         """Finds the positions that must not be written, as generations in the folder use them.
@@ -336,16 +339,15 @@ class BlockStore:
 
     # Arrays.
 
-    def array(self, name: str, source: Source, block: int = 0, reserve: int = 0) -> BlockArray:
+    def array(self, name: str, source: Source, reserve: int = 0) -> BlockArray:
         """Returns an array to write to; if it has other rows than before, a new one of zeros.
 
         Args:
             name: of the array.
             source: says its kind, label, rows and width.
-            block: the rows of a block; 0 for the default.
             reserve: the number of positions for which a new file gets room on the disk.
         """
-        block = block or rows_per_block(source.rows, source.width)
+        block = source.block or rows_per_block(source.rows, source.width)
         spec = ArraySpec(source.kind, source.label, source.rows, source.width, block)
         array = self.arrays.get(name)
         if array is not None and dataclasses.replace(array.spec, file="") == spec:
@@ -399,7 +401,7 @@ class BlockStore:
             owner = owners[name]() if name in owners else None  # None if it is gone
             if owner is not None and owner is source.owner and before.get(name) is array:
                 continue
-            old_hashes = self._hashes.pop(name, None)
+            old_hashes = self.hashes.pop(name, None)
             if source.hashes is not None and array.spec.size:
                 hashes[name] = source.hashes(array.spec.size)
                 # The hashes of the last save are of use only if its blocks are there.
@@ -409,7 +411,7 @@ class BlockStore:
 
         def write() -> None:
             run_all(writes or [])
-            self._hashes |= hashes
+            self.hashes |= hashes
 
         if writes is None:
             write()
@@ -467,7 +469,7 @@ class BlockStore:
         tables = {}
         for name, array in self.arrays.items():
             data = Table(array.spec, array.positions, array.checksums).to_bytes()
-            hashes = self._hashes.get(name, np.zeros(0, np.uint64)).tobytes()
+            hashes = self.hashes.get(name, np.zeros(0, np.uint64)).tobytes()
             texts = [base64.b85encode(each).decode() for each in (data, hashes)]
             tables[name] = [dataclasses.asdict(array.spec), *texts]
         return tables
@@ -493,8 +495,8 @@ class BlockStore:
         with self.turn:
             self.own()
             number = self.generation + 1
-            named = self._hashes.keys() & self.arrays.keys()
-            hashes = {name: self._hashes[name].tobytes() for name in named}
+            named = self.hashes.keys() & self.arrays.keys()
+            hashes = {name: self.hashes[name].tobytes() for name in named}
             try:
                 self._settle()
                 tables = {

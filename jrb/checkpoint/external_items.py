@@ -7,6 +7,7 @@ words, wherever and however the storage keeps them.
 
 import dataclasses
 import functools
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import eager, memory, steps
-from jrb._store.block_store import BlockStore, Source, run_all
-from jrb._store.blocks import NO_POSITION, BlockArray, checksum_of, is_zero, rows_per_block
-from jrb._store.commits import SmallArray
-from jrb._store.errors import DamagedError
+from jrb._store.block_store import BlockStore, Source
+from jrb._store.blocks import checksum_of, is_zero, rows_per_block
 from jrb._util import casting, pytree
+from jrb._xla import compat
 from jrb._xla.compiling import by_description
 from jrb.checkpoint import descriptions, schema
 from jrb.checkpoint.schema import Snapshot
@@ -28,7 +28,6 @@ from jrb.state import Buffer, BufferState, Device
 from jrb.storages import DeviceStorage
 from jrb.storages.device import next_observation_rows, shared_leaves
 from jrb.storages.host_rows import bytes_of
-from jrb.storages.memmap import ITEMS
 from jrb.types import Item
 from jrb.types.messages import PartState, WritePlan
 
@@ -43,10 +42,9 @@ Hook = Callable[[Any], Any]
 Pieces = Iterable[tuple[np.ndarray, list[np.ndarray]]]
 """Pairs of the indices of rows, and the leaves of the rows' items."""
 
-DIGESTS = ".items"
-"""The name of the array with a checksum of each chunk of items as they were before `encode`."""
+ARRAY = "items/encoded"
+"""The name of the array in which encoded items are saved."""
 
-_WITNESSES = 5  # chunks in which a function would show that has changed under the same name
 _NOWHERE = 2**31 - 1  # a slot that is in no array
 
 
@@ -161,123 +159,59 @@ class Items:
         return [np.asarray(casting.raw(leaf))[: len(slots)] for leaf in jax.tree.leaves(items)]
 
 
-class EncodedItems:
-    """The arrays that a function makes of the items of a state, a chunk of rows at a time.
+def encode_items(saved: Snapshot, encode: Hook) -> tuple[dict[str, Any], Source]:
+    """Returns the metadata of encoded items, and one array whose rows are their bytes.
 
-    All arrays have one block for each chunk. A chunk of zeros, such as slots that were never
-    written, is not encoded, and has no blocks: an empty buffer of 10^6 slots costs nothing. With
-    the arrays goes a checksum of each chunk as it was before the function, so that a later save
-    encodes only chunks that have changed.
-
-    Attributes:
-        form: the metadata of the items.
+    The checksums of blocks as they were before `encode` are the hashes of the array, by which the
+    store finds the blocks that changed: only these are encoded. Blocks of zeros, such as slots that
+    were never written, have the hash 0. They are not encoded, and `decoded` skips them.
     """
+    if not callable(encode):
+        raise TypeError(f"encode: expected a function, got {encode!r}.")
+    items, num_rows = Items(saved), saved.count * saved.buffer.capacity
+    # The function's result for an item of zeros shows the shapes and dtypes of all results.
+    one = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), items.spec)
+    output = jax.tree.map(np.asarray, encode(one))
+    structure = _structure_of(output)
+    blank = _row_bytes(_checked(output, structure, 1, "encode"))
+    form = {
+        "kind": ENCODED,
+        "encode": _name_of(encode),
+        "structure": descriptions.encode_structure(structure),
+        "blank": zlib.crc32(blank.tobytes()),
+    }
+    block = rows_per_block(num_rows, max(pytree.nbytes(items.spec), blank.size))
+    reach = saved.views[0].rows.reach if saved.views else num_rows
+    turn = threading.Lock()
 
-    form: dict[str, Any]
+    def hash_blocks(size: int) -> np.ndarray:
+        hashes = np.zeros(-(-num_rows // block), np.uint64)
+        for number, start in enumerate(range(0, reach, block)):
+            rows = items.take(np.arange(start, min(start + block, num_rows)))
+            data = _row_bytes(jax.tree.leaves(rows)).reshape(-1)
+            hashes[number] = 0 if is_zero(data) else checksum_of(data) or 1
+        return hashes
 
-    def __init__(self, saved: Snapshot, encode: Hook) -> None:
-        if not callable(encode):
-            raise TypeError(f"encode: expected a function, got {encode!r}.")
-        self._items, self._encode = Items(saved), encode
-        self._num_rows = saved.count * saved.buffer.capacity
-        self._reach = self._num_rows if not saved.views else saved.views[0].rows.reach
-        # The function's result for an item of zeros shows the shapes and dtypes of all results.
-        spec = self._items.spec
-        one = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), spec)
-        output = jax.tree.map(np.asarray, encode(one))
-        self._structure = _structure_of(output)
-        blank = _bytes(_checked(output, self._structure, 1, "encode"))
-        self.form = {
-            "kind": ENCODED,
-            "encode": _name_of(encode),
-            "structure": descriptions.encode_structure(self._structure),
-            "blank": zlib.crc32(b"".join(leaf.tobytes() for leaf in blank)),
-        }
-        widest = max(pytree.nbytes(spec), *(leaf.shape[1] for leaf in blank))
-        self._chunk = rows_per_block(self._num_rows, widest)
+    @compat.with_settings
+    def fill(first: int, target: np.ndarray) -> None:
+        for start in range(0, len(target), block):
+            rows = target[start : start + block]
+            leaves = items.take(np.arange(first + start, first + start + len(rows)))
+            if not all(map(is_zero, _bytes(jax.tree.leaves(leaves)))):
+                rows[:] = _row_bytes(_checked(encode(leaves), structure, len(rows), "encode"))
 
-    def arrays(self, store: BlockStore, prefix: str) -> dict[str, BlockArray]:
-        """Returns the arrays of the store that have the encoded items, by name."""
-        arrays = {}
-        for leaf_name, leaf in schema.by_name(self._structure).items():
-            name, count = ITEMS + leaf_name, self._num_rows
-            kind = [descriptions.dtype_name(leaf.dtype), str([count, *leaf.shape])]
-            width = leaf.size * leaf.dtype.itemsize
-            source = Source(kind, f"leaf '{name}'", count, width)
-            arrays[prefix + name] = store.array(prefix + name, source, self._chunk)
-        return arrays
+    def read(start: int, stop: int) -> np.ndarray:
+        target = np.zeros((stop - start, blank.size), np.uint8)
+        with turn:  # the function of a user is called by one thread at a time
+            fill(start, target)
+        return target
 
-    def put(
-        self, arrays: dict[str, BlockArray], last: SmallArray | None, copy: bool
-    ) -> tuple[Callable[[], None], SmallArray]:
-        """Encodes the chunks that have changed; returns a function that writes them, and digests.
-
-        Args:
-            arrays: the arrays in which they are written.
-            last: the digests of the save whose items these arrays have, if its form was the same.
-            copy: False writes at once.
-        """
-        num_chunks, num_written = (-(-n // self._chunk) for n in (self._num_rows, self._reach))
-        digests, before = np.zeros(num_chunks, np.uint64), np.zeros(num_chunks, np.uint64)
-        if last is not None:
-            before = np.frombuffer(last.data, np.uint64)
-        if last is None or self._has_changed(arrays, before):
-            before = ~digests  # the digest of no chunk, so that everything is written
-        writes: list[Callable[[], None]] = []
-        for chunk in range(num_written):
-            items = self._take(chunk)
-            leaves = _bytes(jax.tree.leaves(items))
-            if not all(map(is_zero, leaves)):
-                digests[chunk] = checksum_of(_concatenated(leaves)) or 1  # 0 is that of zeros
-            if digests[chunk] != before[chunk]:
-                blocks = self._encoded(chunk, items) if digests[chunk] else None
-                writes.append(functools.partial(_write, arrays, chunk, blocks))
-                if not copy:
-                    writes.pop()()
-        later = num_written + np.flatnonzero(before[num_written:])
-        writes += [functools.partial(_write, arrays, chunk, None) for chunk in later.tolist()]
-        if not copy:
-            run_all(writes)
-            writes = []
-        return lambda: run_all(writes), SmallArray([], digests.tobytes())
-
-    def _take(self, chunk: int) -> Any:
-        stop = min((chunk + 1) * self._chunk, self._num_rows)
-        return self._items.take(np.arange(chunk * self._chunk, stop))
-
-    def _encoded(self, chunk: int, items: Any) -> list[tuple[np.ndarray, int]]:
-        """Returns the block of each array for a chunk, and its checksum."""
-        count = min((chunk + 1) * self._chunk, self._num_rows) - chunk * self._chunk
-        leaves = _bytes(_checked(self._encode(items), self._structure, count, "encode"))
-        return [(leaf.reshape(-1), checksum_of(leaf.reshape(-1))) for leaf in leaves]
-
-    def _has_changed(self, arrays: dict[str, BlockArray], before: np.ndarray) -> bool:
-        """Returns True if the function gives for saved items something else than before."""
-        saved = np.flatnonzero(before)
-        for chunk in saved[:: -(-len(saved) // _WITNESSES) or 1].tolist():
-            items = self._take(chunk)
-            if checksum_of(_concatenated(_bytes(jax.tree.leaves(items)))) == before[chunk]:
-                checksums = [checksum for _, checksum in self._encoded(chunk, items)]
-                if checksums != [array.checksums.item(chunk) for array in arrays.values()]:
-                    return True
-        return False
-
-
-def _write(
-    arrays: dict[str, BlockArray], chunk: int, blocks: list[tuple[np.ndarray, int]] | None
-) -> None:
-    """Writes the block of each array for a chunk; None for a chunk of zeros, which has none."""
-    if blocks is None:
-        for array in arrays.values():
-            array.clear_block(chunk)
-        return
-    for array, (data, checksum) in zip(arrays.values(), blocks, strict=True):
-        array.write_blocks([(chunk, data, checksum)])
-
-
-def _concatenated(leaves: list[np.ndarray]) -> np.ndarray:
-    """Returns the bytes of all leaves in one array."""
-    return np.concatenate([leaf.reshape(-1) for leaf in leaves])
+    # With another form or other items, the array is another one, which is written anew.
+    kind = ["uint8", str([num_rows, blank.size]), form, descriptions.encode_structure(saved.spec)]
+    source = Source(
+        kind, "the encoded items", num_rows, blank.size, read, reach, hash_blocks, None, block
+    )
+    return form, source
 
 
 def _structure_of(output: Any) -> Any:
@@ -328,6 +262,11 @@ def _bytes(leaves: list[np.ndarray]) -> list[np.ndarray]:
     return [bytes_of(leaf, len(leaf)) for leaf in leaves]
 
 
+def _row_bytes(leaves: list[np.ndarray]) -> np.ndarray:
+    """Returns the bytes of all leaves of each row, uint8 `[K, width]`."""
+    return np.concatenate(_bytes(leaves), axis=1)
+
+
 def viewed(rows: list[np.ndarray], specs: list[Any]) -> list[np.ndarray]:
     """Returns the leaves `[B, ...]` of these specs that have the bytes `rows`."""
     return [
@@ -337,21 +276,18 @@ def viewed(rows: list[np.ndarray], specs: list[Any]) -> list[np.ndarray]:
 
 
 def decoded(
-    path: str, arrays: list[BlockArray], form: dict[str, Any], spec: Item, decode: Hook
-) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+    path: str, store: BlockStore, prefix: str, form: dict[str, Any], spec: Item, decode: Hook
+) -> Pieces:
     """Yields indices of rows and the leaves of their decoded items; skips items of zeros."""
     with descriptions.read_from(path):
         structure = descriptions.decode_structure(form["structure"])
     specs, item_spec = jax.tree.leaves(structure), host_spec(spec)
-    if len(arrays) != len(specs):
-        raise DamagedError(f"{path}: expected {len(specs)} arrays of items, got {len(arrays)}.")
-    for chunk in range(arrays[0].spec.num_blocks):
-        # A width of 0 takes no block: that of another array says if there is a chunk.
-        if all(array.positions[chunk] == NO_POSITION for array in arrays):
-            continue
-        start, stop = arrays[0].spec.rows_of(chunk, chunk)
-        rows = [array.read_block(chunk).reshape(stop - start, -1) for array in arrays]
-        leaves = jax.tree.unflatten(jax.tree.structure(structure), viewed(rows, specs))
+    array, hashes = store.arrays[prefix + ARRAY], store.hashes[prefix + ARRAY]
+    ends = np.cumsum([pytree.nbytes(leaf) for leaf in specs])
+    for block in np.flatnonzero(hashes).tolist():
+        start, stop = array.spec.rows_of(block, block)
+        columns = np.split(array.read_block(block).reshape(stop - start, -1), ends[:-1], axis=1)
+        leaves = jax.tree.unflatten(jax.tree.structure(structure), viewed(columns, specs))
         yield np.arange(start, stop), _checked(decode(leaves), item_spec, stop - start, "decode")
 
 

@@ -213,10 +213,8 @@ def _load(
     if slots is not None:
         pieces = external_items.kept_pieces(path, form, slots, spec, back.items)
     elif form:
-        checkpoint.check_items()
-        prefix, named = checkpoint.prefix + ITEMS, checkpoint.store.arrays.items()
-        some = [array for name, array in named if name.startswith(prefix)]
-        pieces = external_items.decoded(path, some, form, spec, back.decode)
+        store, prefix = checkpoint.store, checkpoint.prefix
+        pieces = external_items.decoded(path, store, prefix, form, spec, back.decode)
     elif schema.is_on_host(buffer):
         checkpoint.check_items()
         stored = _item_arrays(checkpoint, spec, buffer.capacity)

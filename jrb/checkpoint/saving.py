@@ -13,7 +13,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
-from urllib.parse import unquote
 
 import jax
 import jax.core
@@ -22,7 +21,6 @@ from jax.experimental import multihost_utils
 
 from jrb._store import block_store
 from jrb._store.block_store import BlockStore, Source
-from jrb._store.blocks import BlockArray
 from jrb._store.commits import SmallArray
 from jrb._util import casting, pytree
 from jrb._util.pytree import Leaf
@@ -30,7 +28,7 @@ from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions, external_items, manifest, objects, schema
 from jrb.checkpoint.descriptions import Several
-from jrb.checkpoint.external_items import EncodedItems, Outward
+from jrb.checkpoint.external_items import Outward
 from jrb.checkpoint.manifest import EXTRA
 from jrb.checkpoint.schema import Snapshot
 from jrb.mix import AnyState, Mix
@@ -150,7 +148,7 @@ class PartSave:
 
     def __init__(self, prefix: str, saved: Snapshot, out: Outward, is_own: bool) -> None:
         buffer, state, form = saved.buffer, saved.state, None
-        self._prefix, self._saved, self._encoded = prefix, saved, None
+        self._prefix = prefix
         self._large: dict[str, Source] = {}
         small: dict[str, SmallArray] = {}
         if not out.items:
@@ -165,8 +163,8 @@ class PartSave:
             data = np.frombuffer(objects.packed_objects(saved), np.uint8)
             self._large, small = schema.sources_of({objects.ARRAY: data})
         elif out.encode is not None:
-            self._encoded = EncodedItems(saved, out.encode)
-            form = self._encoded.form
+            form, source = external_items.encode_items(saved, out.encode)
+            self._large = {external_items.ARRAY: source}
         elif saved.views and not is_own:
             self._large = _host_sources(saved)
         if form is not None:
@@ -180,32 +178,6 @@ class PartSave:
         large, small = schema.sources_of(self._state)
         named = lambda arrays: {self._prefix + name: it for name, it in arrays.items()}
         return named(large | self._large), named(small | self._small)
-
-    def encoded_arrays(self, store: BlockStore) -> dict[str, BlockArray]:
-        """Returns the arrays of the store for encoded items, by name; {} if none are encoded."""
-        return {} if self._encoded is None else self._encoded.arrays(store, self._prefix)
-
-    def encode(
-        self, store: BlockStore, arrays: dict[str, BlockArray], are_new: bool, copy: bool
-    ) -> tuple[Callable[[], None], dict[str, SmallArray]]:
-        """Encodes the items that have changed; returns a function that writes them, and digests.
-
-        Args:
-            store: has the metadata and the digests of the last save.
-            arrays: the result of `encoded_arrays`.
-            are_new: True if no save has written to these arrays.
-            copy: False writes at once.
-        """
-        if self._encoded is None:
-            return lambda: None, {}
-        last = store.meta
-        for part in self._prefix.split("/")[:-1]:
-            last = last.get("parts", {}).get(unquote(part, errors="surrogatepass"), {})
-        is_like = all(last.get(name) == self.meta[name] for name in ("form", "items"))
-        name = self._prefix + external_items.DIGESTS
-        before = store.small.get(name) if is_like and not are_new else None
-        write, digests = self._encoded.put(arrays, before, copy)
-        return write, {name: digests}
 
 
 def _host_sources(saved: Snapshot) -> dict[str, Source]:
@@ -295,16 +267,8 @@ class SaveJob:
             sources.append(schema.sources_of(self._extra))
         large = {name: it for large, _ in sources for name, it in large.items()}
         small = {name: it for _, small in sources for name, it in small.items()}
-        before = set(map(id, store.arrays.values()))
-        encoded = [(part, part.encoded_arrays(store)) for part in self._parts]
-        kept = [name for _, arrays in encoded for name in arrays]
-        kept += [] if self._own is None else self._own.shared.names
+        kept = [] if self._own is None else self._own.shared.names
         self._writes.append(store.put(large, copy, kept))
-        for part, arrays in encoded:
-            are_new = not before.issuperset(map(id, arrays.values()))
-            write, digests = part.encode(store, arrays, are_new, copy)
-            self._writes.append(write)
-            small |= digests
         # Small arrays are views of the state, which may be donated before they are written.
         held = lambda it: SmallArray(it.kind, bytes(it.data)) if copy else it
         self._small = {name: held(it) for name, it in small.items()}
