@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import json
@@ -162,7 +163,7 @@ def ended():
 
 def test_an_interrupt_of_shared_work_leaves_nothing_going_on():
     done, before = [], threading.active_count()
-    work = lambda: seams.threads.share(done.append, range(9), [lambda: done.append(9)])
+    work = lambda: seams.threads.run_all([functools.partial(done.append, n) for n in range(10)])
     for is_interrupted in at_each_instruction(work):
         assert threading.active_count() == before
         assert is_interrupted or sorted(done) == list(range(10))

@@ -23,13 +23,13 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
-from jrb._store import commits, files, lock, removal
+from jrb._store import commits, files, removal
 from jrb._store.blocks import (
     NO_POSITION,
     RUN,
@@ -44,12 +44,10 @@ from jrb._store.commits import (
     OpenGeneration,
     SmallArray,
     Table,
-    VersionError,
 )
-from jrb._store.errors import DamagedError, LockedError, StaleError
-from jrb._store.files import Folder
-from jrb._store.lock import Lock
-from jrb._store.threads import share
+from jrb._store.errors import DamagedError, LockedError, StaleError, VersionError
+from jrb._store.files import Folder, Lock
+from jrb._store.threads import run_all
 
 Progress = Callable[[float], None]
 """A function that is called with the share of the work that is done, from 0 to 1."""
@@ -204,10 +202,10 @@ class BlockStore:
     @classmethod
     def open_to_read(cls, path: str, number: int | None = None) -> "BlockStore":
         """Opens a generation, the newest one by default; it does not expire before `close`."""
-        folder = commits.folder_at(path)
-        store = cls(folder)
-        store._opened = commits.newest(folder) if number is None else commits.at(folder, number)
-        store._load_arrays(store._opened.generation)
+        opened = commits.open_generation(path, number)
+        store = cls(opened.folder)
+        store._opened = opened
+        store._load_arrays(opened.generation)
         return store
 
     @classmethod
@@ -543,7 +541,7 @@ class BlockStore:
         """Removes all generations but these, and those that readers have open."""
         expired = sorted({*commits.numbers(self.folder)} - {*kept})
         for number in expired:
-            lock.remove_unless_shared(self.folder, commits.name_of(number))
+            files.remove_unless_shared(self.folder, commits.name_of(number))
         # Files are removed durably before their positions are free: otherwise a generation that
         # comes back after a loss of power would refer to blocks that were overwritten.
         if expired:
@@ -572,31 +570,7 @@ def damages(path: str, progress: Progress = no_progress) -> list[str]:
         commits.newest(folder)  # raises
     lines: list[str] = []
     stores: list[BlockStore] = []
-    try:
-        for number in reversed(numbers):
-            try:
-                stores.append(BlockStore.open_to_read(path, number))
-            except FileNotFoundError:
-                continue  # it was removed meanwhile
-            except (DamagedError, VersionError, OSError) as error:
-                if isinstance(error, VersionError) and number == numbers[-1]:
-                    raise  # it may be whole, for another version of jrb
-                lines.append(str(error))
-        # Generations share most blocks: each is read once.
-        tasks: dict[tuple[str, int, int], tuple[BlockArray, int]] = {}
-        for array in (array for store in stores for array in store.arrays.values()):
-            for block in np.flatnonzero(array.positions != NO_POSITION).tolist():
-                which = array.spec.file, array.positions.item(block), array.checksums.item(block)
-                tasks.setdefault(which, (array, block))
-        return lines + _damaged_blocks(list(tasks.values()), progress)
-    finally:
-        for store in stores:
-            store.close()
-
-
-def _damaged_blocks(blocks: list[tuple[BlockArray, int]], progress: Progress) -> list[str]:
-    """Returns a line about each damaged block, in order."""
-    lines: list[tuple[str, int, str]] = []
+    damaged: list[tuple[str, int, str]] = []
     done, turn = 0, threading.Lock()
 
     def check(array: BlockArray, block: int) -> None:
@@ -604,23 +578,31 @@ def _damaged_blocks(blocks: list[tuple[BlockArray, int]], progress: Progress) ->
         try:
             array.read_block(block)
         except (DamagedError, OSError) as error:
-            lines.append((array.name, block, str(error)))
+            damaged.append((array.name, block, str(error)))
         with turn:
             done += 1
-            progress(done / len(blocks))
+            progress(done / len(tasks))
 
-    run_all([functools.partial(check, *each) for each in blocks])
-    if not blocks:
+    with contextlib.ExitStack() as stack:
+        for number in reversed(numbers):
+            try:
+                stores.append(stack.enter_context(BlockStore.open_to_read(path, number)))
+            except FileNotFoundError:
+                continue  # it was removed meanwhile
+            except (DamagedError, VersionError, OSError) as error:
+                if isinstance(error, VersionError) and number == numbers[-1]:
+                    raise  # it may be whole, for another version of jrb
+                lines.append(str(error))
+        # Generations share most blocks: each is read once.
+        tasks: dict[tuple[str, int, int], Callable[[], None]] = {}
+        for array in (array for store in stores for array in store.arrays.values()):
+            for block in np.flatnonzero(array.positions != NO_POSITION).tolist():
+                which = array.spec.file, array.positions.item(block), array.checksums.item(block)
+                tasks.setdefault(which, functools.partial(check, array, block))
+        run_all(list(tasks.values()))
+    if not tasks:
         progress(1.0)
-    return list(dict.fromkeys(line for *_, line in sorted(lines)))
-
-
-def run_all(tasks: Sequence[Callable[[], Any]]) -> None:
-    """Calls functions in a few threads."""
-    if len(tasks) == 1:
-        tasks[0]()
-    elif tasks:
-        share(lambda task: task(), tasks)
+    return list(dict.fromkeys([*lines, *(line for *_, line in sorted(damaged))]))
 
 
 def check_free(path: str) -> None:
@@ -636,9 +618,9 @@ def check_names(folder: Folder) -> None:
     """Raises `ValueError` if a folder has files that belong to no store."""
     commits.check_own(folder)
     names, numbers = {*folder.names()}, commits.numbers(folder)
-    own = {lock.NAME, commits.NEW, ARRAYS, *map(commits.name_of, numbers)}
+    own = {files.LOCK, commits.NEW, ARRAYS, *map(commits.name_of, numbers)}
     # A store that was killed before its first commit has a lock, and only files of arrays.
-    is_begun = lock.NAME in names and all(
+    is_begun = files.LOCK in names and all(
         commits.is_array_file(f"{ARRAYS}/{name}") for name in folder.names(ARRAYS)
     )
     foreign = names - own if is_begun or ARRAYS not in names else names - own | {ARRAYS}
@@ -667,7 +649,7 @@ def _remove_stale(folder: str) -> None:
         with contextlib.suppress(OSError, ValueError, LockedError), contextlib.ExitStack() as stack:
             # Without a lock file it may be so new that its process has yet to make one.
             is_mine = os.lstat(path).st_uid == os.getuid() and not os.path.islink(path)
-            if is_mine and lock.NAME in os.listdir(path) and not commits.numbers(Folder(path)):
+            if is_mine and files.LOCK in os.listdir(path) and not commits.numbers(Folder(path)):
                 stack.callback(Lock(Folder(path)).release)
                 removal.discard(path, removal.is_of_store)
 

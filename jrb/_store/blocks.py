@@ -258,16 +258,26 @@ class BlockArray:
 
     def read_tasks(self, target: np.ndarray) -> Iterator[Callable[[], None]]:
         """Yields tasks that fill the target, uint8 `[N, width]`, and check what they read."""
-
-        def task(first: int) -> None:
-            last = min(first + RUN, self.spec.num_blocks) - 1
-            with self.open() as file:
-                for block in range(first, last + 1):
-                    start, stop = self.spec.rows_of(block, block)
-                    self._read_block(file, block, target[start:stop].reshape(-1))
-
         for first in range(0, self.spec.num_blocks, RUN):
-            yield functools.partial(task, first)
+            start, stop = self.spec.rows_of(first, first + RUN - 1)
+            yield functools.partial(self.fill, target[start:stop], first)
+
+    def fill(self, target: np.ndarray, first: int) -> None:
+        """Fills the target, uint8 `[n, width]`, from the start of a block on, in whole blocks.
+
+        Raises `DamagedError` if a block is damaged.
+        """
+        with self.open() as file:
+            for block, start in enumerate(range(0, len(target), self.spec.block), first):
+                rows = target[start : start + self.spec.block]
+                self._read_block(file, block, rows.reshape(-1))
+
+    def read_block(self, block: int) -> np.ndarray:
+        """Returns the bytes of a block, uint8; raises `DamagedError` if they are damaged."""
+        start, stop = self.spec.rows_of(block, block)
+        target = np.empty((stop - start, self.spec.width), np.uint8)
+        self.fill(target, block)
+        return target.reshape(-1)
 
     def _read_block(self, file: int, block: int, target: np.ndarray) -> None:
         """Fills the target, uint8, with the bytes of a block, and checks them."""
@@ -285,14 +295,6 @@ class BlockArray:
                 f"{where}: expected the checksum {expected:016x}, found {checksum:016x}: the bytes "
                 f"from {offset} on were damaged."
             )
-
-    def read_block(self, block: int) -> np.ndarray:
-        """Returns the bytes of a block, uint8; raises `DamagedError` if they are damaged."""
-        start, stop = self.spec.rows_of(block, block)
-        target = np.empty((stop - start) * self.spec.width, np.uint8)
-        with self.open() as file:
-            self._read_block(file, block, target)
-        return target
 
     # Rows, for storages on disk.
 

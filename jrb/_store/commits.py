@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from jrb._store import files, lock
+from jrb._store import files
 from jrb._store.blocks import NO_POSITION, ArraySpec
-from jrb._store.errors import DamagedError
+from jrb._store.errors import DamagedError, VersionError, refuse_damage
 from jrb._store.files import Folder
 
-FORMAT, VERSION = "jrb", 5
+FORMAT, VERSION = "jrb", 6
 PREFIX, NEW = "generation-", "generation.new"
 ARRAYS = "arrays"
 """The folder of the files of arrays, below that of the store."""
@@ -64,7 +64,7 @@ def is_own(folder: Folder, name: str) -> bool:
             head = file.read(len(_HEAD)).rstrip(b"\0")
     except DamagedError:  # a link, or no plain file
         return False
-    if name == lock.NAME:
+    if name == files.LOCK:
         return not head
     # In a complete head one byte may be damaged: files of other programs differ in more.
     wrong = sum(one != other for one, other in zip(head, _HEAD, strict=False))
@@ -73,17 +73,13 @@ def is_own(folder: Folder, name: str) -> bool:
 
 def check_own(folder: Folder) -> None:
     """Raises `ValueError` if a file has one of a store's names, but was not written by a store."""
-    own = {lock.NAME, NEW, *map(name_of, numbers(folder))}
+    own = {files.LOCK, NEW, *map(name_of, numbers(folder))}
     for name in folder.names():
         if name in own and not is_own(folder, name):
             raise ValueError(
                 f"{folder.path_of(name)}: expected a file of a checkpoint, or none, found one that "
                 "jrb has not written, and that would be lost. Move it away, or choose another path."
             )
-
-
-class VersionError(ValueError):
-    """The file of a generation has another version of the format."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,16 +161,18 @@ class OpenGeneration:
     """The open file of a generation, locked so that the generation does not expire.
 
     Attributes:
+        folder: the folder of the store.
         path: of the file.
         generation: what the file records; small arrays are read and checked with it.
     """
 
     def __init__(self, folder: Folder, number: int) -> None:
+        self.folder: Folder = folder
         self.path: str = folder.path_of(name_of(number))
         file = folder.open(name_of(number))
         self._files = [file]  # a removed file stays readable while it is open
         weakref.finalize(self, _close, self._files)
-        if not lock.share(file):
+        if not files.lock_shared(file):
             raise FileNotFoundError(self.path)  # whoever writes has begun to remove it
         self.generation: Generation = _read(file, self.path, number)
 
@@ -199,20 +197,32 @@ def folder_at(path: str) -> Folder:
         ) from None
 
 
+def open_generation(path: str, number: int | None = None) -> OpenGeneration:
+    """Opens the generation with this number of the store at a path; None for the newest."""
+    folder = folder_at(path)
+    if number is None:
+        return newest(folder)
+    try:
+        return OpenGeneration(folder, number)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{folder.path}: expected generation {number}, found {numbers(folder)}. "
+            "Save with keep=n to keep n older ones."
+        ) from None
+
+
 def newest(folder: Folder) -> OpenGeneration:
     """Opens the newest generation."""
     while True:
         some = numbers(folder)
-        if not some and lock.NAME in folder.names():
-            raise FileNotFoundError(
-                f"{folder.path}: expected a store with something saved, found one to which nothing "
-                "was. jrb.save(path, buffer, state) does that."
-            )
         if not some:
-            raise FileNotFoundError(
-                f"{folder.path}: expected a checkpoint, found none there. Save one first, or look "
-                "at the path."
-            )
+            text = "a checkpoint, found none there. Save one first, or look at the path."
+            if files.LOCK in folder.names():
+                text = (
+                    "a store with something saved, found one to which nothing was. "
+                    "jrb.save(path, buffer, state) does that."
+                )
+            raise FileNotFoundError(f"{folder.path}: expected {text}")
         try:
             return OpenGeneration(folder, some[-1])
         except FileNotFoundError:
@@ -223,23 +233,12 @@ def newest(folder: Folder) -> OpenGeneration:
             raise
 
 
-def at(folder: Folder, number: int) -> OpenGeneration:
-    """Opens the generation with this number."""
-    try:
-        return OpenGeneration(folder, number)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{folder.path}: expected generation {number}, found {numbers(folder)}. "
-            "Save with keep=n to keep n older ones."
-        ) from None
-
-
 def _read(file: int, path: str, number: int) -> Generation:
     """Reads and checks the file of a generation."""
     total = os.fstat(file).st_size
     first, line, _ = os.pread(file, _LARGEST_HEAD, 0).partition(b"\n")
     # The first line has no checksum: it is short, and all values in it are checked.
-    try:
+    with refuse_damage(path, "a generation of a store"):
         head = json.loads(first)
         version = int(head["version"])
         if version != VERSION and head["format"] == FORMAT:
@@ -251,27 +250,19 @@ def _read(file: int, path: str, number: int) -> Generation:
         size, checksum = int(head["size"]), int(head["sum"])
         if head["format"] != FORMAT or not line or not 0 <= size <= total:
             raise ValueError("its first line is another")
-    except VersionError:
-        raise
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DamagedError(f"{path}: expected a generation of a store, got {error!r}.") from error
     text, offset = os.pread(file, size, len(first) + 1), len(first) + 1 + size
     if zlib.crc32(text) != checksum:
         raise DamagedError(
             f"{path}: expected the checksum {checksum:08x}, found {zlib.crc32(text):08x}: it was "
             "damaged, or edited by hand."
         )
-    try:
+    with refuse_damage(path, "the body of a generation"):
         one = _parse(file, path, json.loads(text), offset, checksum)
-        if one.number != number:
-            raise DamagedError(
-                f"{path}: expected generation {number}, got {one.number}: the file was renamed."
-            )
-        return one
-    except DamagedError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{path}: expected the body of a generation, got {error!r}.") from error
+    if one.number != number:
+        raise DamagedError(
+            f"{path}: expected generation {number}, got {one.number}: the file was renamed."
+        )
+    return one
 
 
 def _parse(file: int, path: str, body: Any, offset: int, checksum: int) -> Generation:

@@ -17,6 +17,10 @@ class DamagedError(_FileError, ValueError):
     """A file is not what was written: cut short, changed, or missing."""
 
 
+class VersionError(ValueError):
+    """A file has another version of the format."""
+
+
 class LockedError(_FileError, RuntimeError):
     """Another process, or another thread, is writing to the same place."""
 
@@ -30,7 +34,7 @@ def refuse_damage(path: str, expected: str) -> Iterator[None]:
     """Turns the errors that code raises when it parses a damaged file into a `DamagedError`."""
     try:
         yield
-    except DamagedError:
+    except (DamagedError, VersionError):
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path}: expected {expected}, got {error!r}.") from error

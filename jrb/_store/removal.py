@@ -2,12 +2,10 @@
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator
 
-from jrb._store import commits, files, lock
-from jrb._store.files import Folder
-from jrb._store.lock import Lock
+from jrb._store import commits, files
+from jrb._store.files import Folder, Lock
 
 IsOwn = Callable[[str, str], bool]
 """A function `(path of the folder, name below it)`: True if the file belongs to a format."""
@@ -18,14 +16,8 @@ _MOST = 5  # the most names in an error message
 
 def is_of_store(path: str, name: str) -> bool:
     """Returns True if a file in the folder of a store was written by the store."""
-    is_record = name in (lock.NAME, commits.NEW) or re.fullmatch(commits.PREFIX + "[0-9]{12}", name)
-    return commits.is_array_file(name) or bool(is_record and commits.is_own(Folder(path), name))
-
-
-def remove(path: str, is_own: IsOwn) -> None:
-    """Removes a folder under the locks of `locked`. Files that are added meanwhile stay."""
-    with locked(path, is_own):
-        discard(path, is_own)
+    names = files.LOCK, commits.NEW, *map(commits.name_of, commits.numbers(Folder(path)))
+    return commits.is_array_file(name) or (name in names and commits.is_own(Folder(path), name))
 
 
 @contextlib.contextmanager
@@ -36,8 +28,8 @@ def locked(path: str, is_own: IsOwn) -> Iterator[None]:
         locks = {name for name in own if name.endswith(_LOCK)}
         for name in own:  # a folder with such files has a lock that writers take
             folder, last = os.path.split(name)
-            if last.startswith((lock.NAME, commits.PREFIX)):
-                locks.add(os.path.join(folder, lock.NAME))
+            if last.startswith((files.LOCK, commits.PREFIX)):
+                locks.add(os.path.join(folder, files.LOCK))
         for folder, name in sorted(map(os.path.split, locks)):
             stack.callback(Lock(Folder(os.path.join(path, folder)), name).release)
         _checked(path, is_own)  # somebody may have written before the locks were taken
@@ -53,7 +45,7 @@ def discard(path: str, is_own: IsOwn) -> None:
 
     def turn(name: str) -> tuple[int, str]:
         last = os.path.basename(name)
-        is_lock = last == lock.NAME or name.endswith(_LOCK)
+        is_lock = last == files.LOCK or name.endswith(_LOCK)
         return 2 if is_lock else int(last.startswith(commits.PREFIX)), name
 
     names, folders = _below(path)

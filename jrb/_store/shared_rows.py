@@ -22,23 +22,22 @@ from jrb._store.errors import StaleError
 from jrb._store.threads import PATIENCE, Gate, taken_lock
 
 _MOST_KEPT = 8 << 20  # the bytes of overwritten rows that are kept for an undo
-_MOST_RUNS = 64  # of writes whose slots follow each other; for more, each slot has a number
 
 
 class SlotNumbers:
     """The numbers of the writes that changed each slot last.
 
     Row number n was the n-th row that was written, from 1 on. Writes in the order of time go to
-    slots that follow each other around the ring, so a few runs describe all of them: their memory
-    does not grow with the capacity. For writes in any other order, each slot has a number.
+    slots that follow each other around the ring, so one run describes all of them: their memory
+    does not grow with the capacity. After a write in any other order, each slot has a number.
     """
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        # The number of the newest row; pairs of a number and a slot: rows of later numbers went to
-        # this slot and those after it; and the number of the newest row of each slot, int64 [N], if
-        # it is needed. One attribute: draws of other threads read all three as of one moment.
-        self._state: tuple[int, tuple[tuple[int, int], ...], np.ndarray | None] = (0, (), None)
+        # The number of the newest row; the number before the first row of the run, and the slot of
+        # row n less n - 1; and the number of the newest row of each slot, int64 [N], if it is
+        # needed. One attribute: draws of other threads read all as of one moment.
+        self._state: tuple[int, int, int, np.ndarray | None] = (0, 0, 0, None)
 
     @property
     def newest(self) -> int:
@@ -48,7 +47,7 @@ class SlotNumbers:
     def undo_of(self, slots: np.ndarray) -> Callable[[], None]:
         """Returns a function that takes back the next write, which is at slots `[B]`."""
         state = self._state
-        last = state[2]
+        last = state[-1]
         # A closure keeps what it mentions: the slots only where they are needed.
         saved = None if last is None else (slots, last[slots])
 
@@ -61,47 +60,30 @@ class SlotNumbers:
 
     def add(self, slots: np.ndarray, pieces: list[tuple[int, int]]) -> None:
         """Counts a write at slots; `pieces` are the runs of consecutive slots."""
-        newest, some, last = self._state
-        end = newest + len(slots)
-        if last is None:
-            added = list(some)
-            for start, _ in pieces:
-                number, slot = newest + start, slots.item(start)
-                if not added or (added[-1][1] + number - added[-1][0]) % self._slots != slot:
-                    added.append((number, slot))
-            if end - added[-1][0] >= self._slots:  # this run alone has overwritten every slot
-                added = added[-1:]
-            if len(added) > _MOST_RUNS:
-                added, last = [], self._numbers_of(added, end)
-            some = tuple(added)
-        else:
+        newest, first, shift, last = self._state
+        follows = lambda shift: all(
+            (newest + start + shift) % self._slots == slots.item(start) for start, _ in pieces
+        )
+        if last is None and (not newest or not follows(shift)):
+            own_shift = (slots.item(0) - newest) % self._slots
+            if follows(own_shift) and (not newest or len(slots) >= self._slots):
+                first, shift = newest, own_shift  # no row of an earlier run is left
+            else:
+                last = np.zeros(self._slots, np.int64)
+                rows = np.arange(max(first, newest - self._slots), newest)
+                last[(rows + shift) % self._slots] = rows + 1
+        if last is not None:
             last[slots] = newest + 1 + np.arange(len(slots))
-        self._state = (end, some, last)
-
-    def _numbers_of(self, some: list[tuple[int, int]], end: int) -> np.ndarray:
-        """Returns the number of the newest row of each slot, int64 `[N]`, from all runs."""
-        numbers = np.zeros(self._slots, np.int64)
-        ends = [number for number, _ in some[1:]] + [end]
-        for (number, slot), stop in zip(some, ends, strict=True):
-            first = max(number, stop - self._slots)
-            which = np.arange(first, stop)
-            numbers[(slot + which - number) % self._slots] = which + 1
-        return numbers
+        self._state = (newest + len(slots), first, shift, last)
 
     def is_after(self, version: int, slots: np.ndarray) -> np.ndarray:
         """Returns which slots were written after a version, bool like `slots`."""
-        newest, some, last = self._state
+        newest, first, shift, last = self._state
         if last is not None:
             return last[slots] > version
-        is_newer = np.zeros(len(slots), np.bool_)
-        ends = [number for number, _ in some[1:]] + [newest]
-        for (number, slot), end in zip(some, ends, strict=False):  # no runs before the first write
-            first = max(number, version)
-            if first < end:
-                # The slots from that of row `first` on, as many as there were rows.
-                start = (slot + first - number) % self._slots
-                is_newer |= (slots - start) % self._slots < end - first
-        return is_newer
+        # The slots from that of the first later row of the run on, as many as there were rows.
+        start = max(first, version)
+        return (slots - (start + shift) % self._slots) % self._slots < newest - start
 
 
 @dataclasses.dataclass

@@ -9,14 +9,10 @@ marks a thread as ended if its `join` was interrupted. Calls of C are safe: eith
 
 import _thread
 import contextlib
-import functools
-import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
-
-T = TypeVar("T")
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 WORKERS: int = 2
 """The number of threads that compute, write or read at a time; with 1, all runs in order."""
@@ -91,35 +87,40 @@ class Worker:
             self._thread.join()  # this takes a moment, and an interrupt of it does no harm
 
 
-def share(
-    work: Callable[[T], None],
-    tasks: Iterable[T],
-    others: Iterable[Callable[[], None]] = (),
-    most: int = 1,
-) -> None:
-    """Calls `work` with each task, in `most` times `WORKERS` threads.
+def run_all(tasks: Sequence[Callable[[], Any]]) -> None:
+    """Calls functions in `WORKERS` threads.
 
-    One more thread calls `others`, which wait for the disk; with only one worker, they are called
-    first. An error of a task is raised after all threads have ended.
+    An error of one of them is raised after all threads have ended.
     """
     # The executors of the standard library accept no work once the program is ending, but a save
     # has to be completed then.
     errors: list[BaseException] = []
-    others = list(others)
-    calls = map(functools.partial, itertools.repeat(work), tasks)
-    do_tasks = functools.partial(_drain, calls, threading.Lock(), errors)
-    do_others = functools.partial(_drain, iter(others), threading.Lock(), errors)
+    remaining, lock = iter(tasks), threading.Lock()
+
+    def call_tasks() -> None:
+        while not errors:
+            try:
+                with lock:
+                    task = next(remaining, None)
+                if task is None:
+                    return
+                task()
+            except BaseException as error:
+                errors.append(error)
 
     def run() -> None:
-        if WORKERS == 1:
-            do_others()
-            do_tasks()
-        else:
-            more = [do_tasks] * (most * WORKERS - 1) + [do_others] * bool(others)
-            _run_with_threads(do_tasks, more)
-            do_others()  # if there was no thread for them
+        threads = [threading.Thread(target=call_tasks) for _ in range(WORKERS - 1)]
+        with contextlib.suppress(RuntimeError):  # no more threads: this one does all that remains
+            for thread in threads:
+                thread.start()
+        call_tasks()
+        for thread in threads:
+            if thread.ident is not None:  # it was started
+                thread.join()
 
-    if threading.get_ident() != threading.main_thread().ident:
+    if len(tasks) < 2:
+        call_tasks()
+    elif threading.get_ident() != threading.main_thread().ident:
         run()  # no interrupt comes outside the main thread
     else:
         worker = Worker(run, "jrb-share")
@@ -130,37 +131,9 @@ def share(
             errors.append(error)  # because of it, the threads end after their present tasks
             _wait_for(worker)
             raise
-        if worker.error is not None:
-            raise worker.error
+        errors += [] if worker.error is None else [worker.error]
     if errors:
         raise errors[0]
-
-
-def _run_with_threads(work: Callable[[], None], more: list[Callable[[], None]]) -> None:
-    """Calls one function in this thread, and each of `more` in a thread of its own, if possible."""
-    threads = [threading.Thread(target=target) for target in more]
-    with contextlib.suppress(RuntimeError):  # no more threads: this one does all that remains
-        for thread in threads:
-            thread.start()
-    work()
-    for thread in threads:
-        if thread.ident is not None:  # it was started
-            thread.join()
-
-
-def _drain(
-    calls: Iterator[Callable[[], None]], lock: threading.Lock, errors: list[BaseException]
-) -> None:
-    """Makes one call after the other, until none is left or any thread has an error."""
-    while not errors:
-        try:
-            with lock:
-                call = next(calls, None)
-            if call is None:
-                return
-            call()
-        except BaseException as error:
-            errors.append(error)
 
 
 def _wait_for(worker: Worker) -> None:

@@ -20,9 +20,9 @@ from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions, loading, manifest, saving, schema
 from jrb.checkpoint.descriptions import Several
-from jrb.checkpoint.external_items import Hook, Inward, Outward
+from jrb.checkpoint.external_items import AS_SAVED, PLAIN, Hook, Inward, Outward
 from jrb.checkpoint.loading import OpenedCheckpoint
-from jrb.checkpoint.saving import AnySnapshot, SaveJob
+from jrb.checkpoint.saving import SaveJob
 from jrb.migrate import rebuild
 from jrb.mix import AnyState, Mix
 from jrb.sharding import Sharded
@@ -75,9 +75,11 @@ def save(
         encode: a function whose results are written in place of the items. It takes K items, arrays
             `[K, ...]` in their stored structure and dtypes, keys as their words, and returns a
             pytree of arrays `[K, ...]`. It is called for some megabytes at a time, also for items
-            of zeros. Its result for an item must always be the same, whatever other items come with
-            it. If its name, or dtypes or shapes of results, change, everything is written again.
-            For several buffers, one function for all, or a dict of functions by name.
+            of zeros, and later only for blocks of items that changed. Its result for an item must
+            always be the same, whatever other items come with it. If its name, its result for
+            zeros, or dtypes or shapes of results change, everything is written again: give a
+            changed function a new name. For several buffers, one function for all, or a dict of
+            functions by name.
         items: False leaves out the items, which must then be passed to `load`; all else is small,
             and quickly saved.
         keep: the number of older generations that are kept; see `generations`.
@@ -115,14 +117,12 @@ def save(
     path, out = _settled(path), Outward(encode, items)
     layout = ("h5" if _is_file(path) else "native") if layout is None else layout
     _check_options(layout, compression, keep, out)
-    saved = saving.snapshot(buffer, state)
-    if layout == "h5":
-        if extra is not None:
-            raise ValueError("extra: expected none with layout='h5'. Use layout='native'.")
-        with saving.reading(saved):
-            _hdf5().save(path, saved, compression)
-        return 0
-    return save_snapshot(path, saved, keep, saving.extra_arrays(extra), out)
+    if layout == "native":
+        return save_job(SaveJob(path, buffer, state, extra, out), keep)
+    if extra is not None:
+        raise ValueError("extra: expected none with layout='h5'. Use layout='native'.")
+    _hdf5().save(path, buffer, state, compression)
+    return 0
 
 
 def _check_options(layout: str, compression: Any, keep: int, out: Outward) -> None:
@@ -139,38 +139,19 @@ def _check_options(layout: str, compression: Any, keep: int, out: Outward) -> No
         raise ValueError("compression: expected none with layout='native'. It is for layout='h5'.")
     if layout == "h5" and keep:
         raise ValueError(f"keep: expected 0 with layout='h5', which is one file, got {keep!r}.")
-    if layout == "h5" and not out.is_plain:
+    if layout == "h5" and out != PLAIN:
         raise ValueError(
             "encode, items: expected none with layout='h5', whose files others read. Use "
             "compression=, or layout='native'."
         )
 
 
-_PLAIN, _AS_SAVED = Outward(), Inward()
-
-
-def save_snapshot(
-    path: str,
-    saved: AnySnapshot,
-    keep: int,
-    extra: dict[str, Any] | None = None,
-    out: Outward = _PLAIN,
-) -> int:
+def save_job(job: SaveJob, keep: int) -> int:
     """Saves now, and returns the number of the generation. Writes of other threads wait."""
     # Rows on the host are not overwritten by other threads until all of them are written.
-    with saving.reading(saved), _new_job(path, saved, extra, out) as job:
+    with saving.reading(job.views), job:
         job.open(copy=False)
         return job.finish(keep)
-
-
-def _new_job(path: str, saved: AnySnapshot, extra: dict[str, Any] | None, out: Outward) -> SaveJob:
-    """Returns the job of a save, which has not taken its lock yet."""
-    if saved.lies_at(path) and not out.is_plain:
-        raise ValueError(
-            "encode, items: expected none for the path of the storage itself, whose rows are there "
-            "already, as they are. Save to another path."
-        )
-    return SaveJob(path, saved, extra, out)
 
 
 def _hdf5() -> ModuleType:
@@ -192,20 +173,17 @@ class Save:
         self._worker = Worker(compat.with_settings(self._finish), "jrb-save")
         self._was_raised = False  # True once `wait` has raised the error
 
-    def _begin(
-        self, path: str, saved: AnySnapshot, extra: dict[str, Any] | None, out: Outward
-    ) -> None:
+    def _begin(self, job: SaveJob) -> None:
         """Copies what will be written, and starts the thread if anything is left to be done."""
         try:
-            with saving.reading(saved):
-                self._job = _new_job(path, saved, extra, out)
+            self._job = job
+            with saving.reading(job.views):
                 # A commit only syncs files and writes one: it is done here, so that nothing has to
                 # be copied.
-                is_commit = saved.lies_at(path)
-                self._job.open(copy=not is_commit)
-                if is_commit:
+                job.open(copy=not job.is_commit)
+                if job.is_commit:
                     self._finish()
-            if not is_commit:
+            if not job.is_commit:
                 self._worker.start()
         except BaseException:  # also an interrupt at the end of the context
             if self._job is not None and not self._worker.is_started:
@@ -271,10 +249,9 @@ def save_async(
     if _is_file(path):
         raise ValueError(f"{path}: expected a folder, got a file of HDF5. jrb.save writes it.")
     _check_options("native", None, keep, out)
-    saved = saving.snapshot(buffer, state, "save_async")
-    arrays = saving.extra_arrays(extra)
+    job = SaveJob(path, buffer, state, extra, out, "save_async")
     save = _running[os.path.realpath(path)] = Save(keep)
-    save._begin(path, saved, arrays, out)
+    save._begin(job)
     atexit.unregister(_wait_for_all)
     atexit.register(_wait_for_all)  # called before the finalizers that close the files of the save
     return save
@@ -514,16 +491,10 @@ def _converted(path: str, old: Any, state: Any, new: Any, hook: Any) -> tuple[An
     hooks = descriptions.hook_for_each(old, hook, "load: convert functions")
     news = dict.fromkeys(parts)
     if new is not None:
-        plain = [each.buffers if isinstance(each, Mix) else each for each in (old, new)]
-        news = descriptions.for_each(plain[0], plain[1], "load: buffers")
+        news = descriptions.for_each(old, new, "load: buffers")
     done = {n: _converted(path, parts[n], states[n], news[n], hooks[n]) for n in parts}
-    buffers, states = ({n: pair[i] for n, pair in done.items()} for i in range(2))
-    if isinstance(old, dict):
-        return buffers, states
-    if isinstance(old, Mix):
-        old = old if new is None else new
-        return dataclasses.replace(old, buffers=tuple(buffers.values())), tuple(states.values())
-    return tuple(buffers.values()), tuple(states.values())
+    whole = new if isinstance(new, Mix) else old
+    return descriptions.combine(whole, done)
 
 
 def load_generation(
@@ -533,7 +504,7 @@ def load_generation(
     device: Device,
     number: int | None = None,
     extra: Item = None,
-    back: Inward = _AS_SAVED,
+    back: Inward = AS_SAVED,
 ) -> Any:
     """Returns a description and its state; and the saved `extra`, if there is an example of it."""
     # The generation does not expire before the store is closed; a storage on disk keeps it open.

@@ -79,6 +79,8 @@ def for_each(buffer: Several, thing: Any, what: str) -> dict[str, Any]:
     if isinstance(buffer, Sharded):
         return dict.fromkeys(each(buffer), thing)
     names, form = list(each(buffer)), dict if isinstance(buffer, dict) else tuple
+    if isinstance(buffer, Mix) and isinstance(thing, Mix):
+        thing = thing.buffers
     text = type(thing).__name__
     if isinstance(thing, form):
         entries = each(thing)
@@ -89,6 +91,17 @@ def for_each(buffer: Several, thing: Any, what: str) -> dict[str, Any]:
         f"{what}: expected a {form.__name__} of {len(names)} {what.split()[-1]}, one for each of "
         f"{names}, got {text}."
     )
+
+
+def combine(whole: Several, parts: dict[str, tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Returns pairs of a description and a state, by name, in containers like that of `whole`."""
+    buffers, states = ({name: pair[k] for name, pair in parts.items()} for k in range(2))
+    if isinstance(whole, dict):
+        return buffers, states
+    described: Any = tuple(buffers.values())
+    if isinstance(whole, Mix):
+        described = dataclasses.replace(whole, buffers=described)
+    return described, tuple(states.values())
 
 
 def hook_for_each(buffer: Several, hook: Any, what: str) -> dict[str, Any]:

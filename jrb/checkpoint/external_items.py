@@ -5,6 +5,7 @@ v * N + s. Items here are NumPy arrays `[K, ...]` in their own structure and dty
 words, wherever and however the storage keeps them.
 """
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -13,13 +14,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import eager, memory, steps
 from jrb._store.block_store import BlockStore, Source
 from jrb._store.blocks import checksum_of, is_zero, rows_per_block
-from jrb._util import casting, pytree
+from jrb._store.errors import DamagedError
+from jrb._util import casting, pytree, wording
 from jrb._xla import compat
 from jrb._xla.compiling import by_description
 from jrb.checkpoint import descriptions, schema
@@ -35,6 +38,11 @@ KEPT = "apart"
 """The kind of items that were left out of a checkpoint."""
 ENCODED = "encoded"
 """The kind of items that a function has encoded."""
+
+OBJECTS = {"kind": "objects", "format": "msgpack"}
+"""The metadata of items that are objects."""
+OBJECT_ARRAY = ".objects"
+"""The name of the array in which objects are saved."""
 
 MEND = "Pass what jrb.items(buffer, state) gave when it was saved."
 
@@ -55,10 +63,9 @@ class Outward:
     encode: Any = None
     items: bool = True
 
-    @property
-    def is_plain(self) -> bool:
-        """True if items are written as they are."""
-        return self.encode is None and self.items
+
+PLAIN = Outward()
+"""Items are written as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +100,9 @@ class Inward:
             )
         if not is_needed and self.items is not None:
             raise ValueError(f"{path}: items: expected None, as the items are there. Leave it out.")
+
+
+AS_SAVED = Inward()
 
 
 def _name_of(hook: Any) -> str:
@@ -169,53 +179,49 @@ def encode_items(saved: Snapshot, encode: Hook) -> tuple[dict[str, Any], Source]
     if not callable(encode):
         raise TypeError(f"encode: expected a function, got {encode!r}.")
     items, num_rows = Items(saved), saved.count * saved.buffer.capacity
-    # The function's result for an item of zeros shows the shapes and dtypes of all results.
-    one = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), items.spec)
-    output = jax.tree.map(np.asarray, encode(one))
-    structure = _structure_of(output)
-    blank = _row_bytes(_checked(output, structure, 1, "encode"))
-    form = {
-        "kind": ENCODED,
-        "encode": _name_of(encode),
-        "structure": descriptions.encode_structure(structure),
-        "blank": zlib.crc32(blank.tobytes()),
-    }
-    block = rows_per_block(num_rows, max(pytree.nbytes(items.spec), blank.size))
+    form, structure, width = _form_of(encode, items.spec)
+    block = rows_per_block(num_rows, max(pytree.nbytes(items.spec), width))
     reach = saved.views[0].rows.reach if saved.views else num_rows
     turn = threading.Lock()
+
+    def take_block(start: int) -> tuple[Any, np.ndarray]:
+        rows = items.take(np.arange(start, min(start + block, num_rows)))
+        return rows, _row_bytes(jax.tree.leaves(rows)).reshape(-1)
 
     def hash_blocks(size: int) -> np.ndarray:
         hashes = np.zeros(-(-num_rows // block), np.uint64)
         for number, start in enumerate(range(0, reach, block)):
-            rows = items.take(np.arange(start, min(start + block, num_rows)))
-            data = _row_bytes(jax.tree.leaves(rows)).reshape(-1)
+            _, data = take_block(start)
             hashes[number] = 0 if is_zero(data) else checksum_of(data) or 1
         return hashes
 
     @compat.with_settings
-    def fill(first: int, target: np.ndarray) -> None:
+    def encode_blocks(first: int, target: np.ndarray) -> None:
         for start in range(0, len(target), block):
-            rows = target[start : start + block]
-            leaves = items.take(np.arange(first + start, first + start + len(rows)))
-            if not all(map(is_zero, _bytes(jax.tree.leaves(leaves)))):
-                rows[:] = _row_bytes(_checked(encode(leaves), structure, len(rows), "encode"))
+            rows, data = take_block(first + start)
+            if not is_zero(data):
+                part = target[start : start + block]
+                part[:] = _row_bytes(_checked(encode(rows), structure, len(part), "encode"))
 
     def read(start: int, stop: int) -> np.ndarray:
-        target = np.zeros((stop - start, blank.size), np.uint8)
+        target = np.zeros((stop - start, width), np.uint8)
         with turn:  # the function of a user is called by one thread at a time
-            fill(start, target)
+            encode_blocks(start, target)
         return target
 
     # With another form or other items, the array is another one, which is written anew.
-    kind = ["uint8", str([num_rows, blank.size]), form, descriptions.encode_structure(saved.spec)]
-    source = Source(
-        kind, "the encoded items", num_rows, blank.size, read, reach, hash_blocks, None, block
-    )
-    return form, source
+    kind = ["uint8", str([num_rows, width]), form, descriptions.encode_structure(saved.spec)]
+    label = "the encoded items"
+    return form, Source(kind, label, num_rows, width, read, reach, hash_blocks, None, block)
 
 
-def _structure_of(output: Any) -> Any:
-    """Returns the specs of one row of a function's result for one item; raises if it is none."""
+def _form_of(encode: Hook, spec: Any) -> tuple[dict[str, Any], Any, int]:
+    """Returns the metadata of items that a function encodes, their specs and bytes.
+
+    Its result for an item of zeros shows the shapes and dtypes of all results.
+    """
+    zeros = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), spec)
+    output = jax.tree.map(np.asarray, encode(zeros))
     if not jax.tree.leaves(output):
         raise ValueError("encode: expected arrays, got none. To leave items out, pass items=False.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(output):
@@ -229,12 +235,15 @@ def _structure_of(output: Any) -> Any:
     structure = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), output)
     if not pytree.nbytes(structure):
         raise ValueError("encode: expected arrays with elements, got empty ones.")
-    if "unknown" in descriptions.encode_structure(structure):
+    node = descriptions.encode_structure(structure)
+    if "unknown" in node:
         raise ValueError(
             "encode: expected arrays in dicts, lists, tuples, or classes that this program has "
             f"defined, got {jax.tree.structure(structure)}."
         )
-    return structure
+    blank = _row_bytes(jax.tree.leaves(output)).tobytes()
+    form = {"kind": ENCODED, "encode": _name_of(encode), "structure": node}
+    return form | {"blank": zlib.crc32(blank)}, structure, len(blank)
 
 
 def _checked(output: Any, specs: Any, count: int, who: str) -> list[np.ndarray]:
@@ -256,6 +265,12 @@ def in_parts(rows: np.ndarray, width: int) -> Iterator[np.ndarray]:
     step = max(1, schema.PIECE // max(width, 1))
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
+
+
+def pieces_of(slots: np.ndarray, leaves: list[np.ndarray], spec: Item) -> Pieces:
+    """Yields pieces of some megabytes of items in memory: slots, and their items."""
+    for part in in_parts(np.arange(len(slots)), pytree.nbytes(spec)):
+        yield slots[part], [leaf[part] for leaf in leaves]
 
 
 def _bytes(leaves: list[np.ndarray]) -> list[np.ndarray]:
@@ -417,8 +432,8 @@ def _sums(leaves: list[np.ndarray]) -> list[int]:
 
 def kept_pieces(
     path: str, form: dict[str, Any], slots: np.ndarray, spec: Item, items: Item
-) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    """Checks the items of a user; returns pieces of some megabytes: slots, and their items."""
+) -> Pieces:
+    """Checks the items of a user, and returns pieces of them."""
     names = pytree.leaf_names(spec)
     want = schema.batched(host_spec(spec), (len(slots),))
     pytree.check_like(want, items, f"{path}: items", MEND)
@@ -430,5 +445,147 @@ def kept_pieces(
                 f"{path}: items: leaf '{name}': expected the items that were held, oldest first, "
                 f"got others. {MEND}"
             )
-    parts = in_parts(np.arange(len(slots)), pytree.nbytes(spec))
-    return ((slots[part], [leaf[part] for leaf in leaves]) for part in parts)
+    return pieces_of(slots, leaves, spec)
+
+
+# Objects of a `ListStorage`, by msgpack: JSON's types, bytes, tuples and arrays, but no code. Each
+# save writes all of them: a list with a blob for each slot, empty for a slot without an object.
+
+_TUPLE, _NUMPY, _SCALAR, _JAX = range(4)  # msgpack's extension types
+
+
+def packed_objects(saved: Snapshot) -> bytes:
+    """Returns the objects of a state as one array of bytes."""
+    buffer, slots = saved.buffer, in_order(saved.buffer, saved.state.writer)
+    blobs = [b""] * buffer.capacity
+    values = saved.stored.rows.stored(saved.stored.version, slots)
+    for slot, value in zip(slots.tolist(), values, strict=True):
+        where = f"the object in slot {slot}"
+        try:
+            blobs[slot] = _pack(_packable(value, where))
+        except (RecursionError, ValueError) as error:  # msgpack's own limit is a ValueError
+            raise ValueError(
+                f"save: {where}: expected lists and dicts that end, got one that holds itself, or "
+                "is too deep."
+            ) from error
+    return _pack(blobs)
+
+
+def _packable(value: Any, where: str) -> Any:
+    """Returns an object of msgpack's own types, with extension types for tuples and arrays."""
+    if value is None or type(value) in (bool, float, str, bytes):
+        return value
+    # The range of msgpack; `type` and not `isinstance`, as a subclass would come back as an int.
+    if type(value) is int and -(1 << 63) <= value < 1 << 64:
+        return value
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return _packed_array(value, where)
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        entries = [_packable(one, f"{where}[{n}]") for n, one in enumerate(value)]
+        return entries if type(value) is list else _extension(_TUPLE, entries)
+    odd = [key for key in value if type(key) is not str] if type(value) is dict else []
+    if type(value) is dict and not odd:
+        return {key: _packable(one, f"{where}[{key!r}]") for key, one in value.items()}
+    name = descriptions.name_of(type(value)).replace(":", ".")
+    why = f" with the key {odd[0]!r}" if odd else ""
+    why = " of more than 64 bits" if type(value) is int else why
+    raise TypeError(
+        f"save: {where}: expected None, numbers, str, bytes, lists, tuples, dicts with str keys, "
+        f"or arrays, got {name}{why}. Store it as one of these."
+    )
+
+
+def _packed_array(value: Any, where: str) -> Any:
+    dtype = value.dtype
+    is_key = casting.is_keys(dtype)
+    is_own = is_key or dtype.kind in "biufcSUMm"  # saved as the dtype's name or code
+    if not is_own:
+        with contextlib.suppress(descriptions.UnknownError):
+            is_own = descriptions.dtype_of(descriptions.dtype_name(dtype)) == dtype
+    is_array = isinstance(value, jax.Array | np.generic) or type(value) is np.ndarray
+    if not is_own or not is_array or isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"save: {where}: expected an array of numbers, got a {type(value).__name__} of "
+            f"dtype {dtype}. Store its fields, or np.asarray of it."
+        )
+    kind = _JAX if isinstance(value, jax.Array) else _SCALAR
+    kind = _NUMPY if isinstance(value, np.ndarray) else kind
+    # Times and strings have a unit or a length in their code, which their name lacks.
+    by_code = not is_key and dtype.kind in "SUMm"
+    name = dtype.str if by_code else descriptions.dtype_name(dtype)
+    raw = np.asarray(casting.raw(value))
+    return _extension(kind, [name, list(value.shape), raw.tobytes()])
+
+
+def _extension(kind: int, value: list[Any]) -> Any:
+    return wording.require("msgpack", "objects").ExtType(kind, _pack(value))
+
+
+def _pack(value: Any) -> bytes:
+    return wording.require("msgpack", "objects").packb(value, unicode_errors="surrogatepass")
+
+
+def restored_objects(
+    path: str,
+    data: Any,
+    buffer: Buffer,
+    slots: np.ndarray | None,
+    items: Any,
+    device: Device,
+) -> Any:
+    """Returns the storage's state with the saved objects, or with `items` at the given slots."""
+    if slots is None:
+        slots, objects = _saved_objects(path, data, device)
+    else:
+        objects, mend = items, MEND
+        if not isinstance(items, list | tuple):
+            raise TypeError(f"{path}: items: expected a list, got {type(items).__name__}. {mend}")
+        if len(items) != len(slots):
+            raise ValueError(
+                f"{path}: items: expected {len(slots)} objects, got {len(items)}. {mend}"
+            )
+    view = eager.init(buffer, {}, None).storage
+    return view.after(view.rows.edit(view.version, slots, list(objects)))
+
+
+def _saved_objects(path: str, data: Any, device: Device) -> tuple[np.ndarray, list[Any]]:
+    """Returns the slots that have objects, and the objects."""
+    try:
+        blobs = _unpack(data, device)
+        # No object packs to an empty blob: None has a byte.
+        slots = np.array([slot for slot, blob in enumerate(blobs) if blob], np.int64)
+        return slots, [_unpack(blobs[slot], device) for slot in slots]
+    except (ValueError, RecursionError) as error:  # all errors of msgpack are below ValueError
+        raise DamagedError(f"{path}: expected objects, got {error!r}.") from error
+
+
+def _unpack(data: Any, device: Device) -> Any:
+    def extension(kind: int, inner: Any) -> Any:
+        value = _unpack(inner, device)
+        if kind == _TUPLE:
+            return tuple(value)
+        name, shape, data = value
+        return _restored_array(kind, name, shape, data, device)
+
+    msgpack = wording.require("msgpack", "objects")
+    return msgpack.unpackb(data, ext_hook=extension, unicode_errors="surrogatepass")
+
+
+def _restored_array(
+    kind: int, name: str, shape: list[int], data: bytes, device: Device
+) -> np.ndarray | np.generic | jax.Array:
+    dtype = np.dtype(name) if name[1:2] in (*"SUMm",) else descriptions.dtype_of(name)
+    spec = casting.raw_spec(jax.ShapeDtypeStruct(tuple(shape), dtype))
+    # A bytearray, so that the array can be written to, as the one that was saved.
+    raw = np.frombuffer(bytearray(data), spec.dtype) if data else np.zeros(0, spec.dtype)
+    raw = raw.reshape(spec.shape)
+    if kind != _JAX:
+        return raw[()] if kind == _SCALAR else raw
+    array = jnp.asarray(raw)
+    if array.dtype != raw.dtype:
+        raise TypeError(
+            f"load: expected a program that keeps {raw.dtype}, as an object was saved in one, "
+            "got one that does not. Set jax_enable_x64."
+        )
+    array = casting.wrap_words(array, dtype)
+    return array if device is None else jax.device_put(array, device)

@@ -26,28 +26,25 @@ from urllib.parse import quote
 
 import h5py
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import eager
+from jrb._core import memory
 from jrb._store import files
 from jrb._store.block_store import Progress, no_progress
 from jrb._store.errors import DamagedError, refuse_damage
-from jrb._store.files import Folder
-from jrb._store.lock import Lock
+from jrb._store.files import Folder, Lock
 from jrb._util import casting, pytree
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import descriptions, loading, manifest, saving, schema
-from jrb.checkpoint.saving import AnySnapshot
+from jrb.checkpoint import descriptions, external_items, loading, manifest, saving, schema
+from jrb.checkpoint.descriptions import Several
 from jrb.checkpoint.schema import Snapshot
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.nested import iter_trajectories
-from jrb.migrate import pieces, replay_target
 from jrb.mix import Description
-from jrb.state import BufferState, Device
+from jrb.state import Device
 from jrb.types import Item
 
-FORMAT, VERSION = manifest.HDF5, 2
+FORMAT, VERSION = manifest.HDF5, 3
 _SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
 _PIECE = 4 << 20  # bytes that are checked at a time
 _MOST_JSON = 64 << 20  # bytes
@@ -61,17 +58,19 @@ _ERRORS = OSError, KeyError, RuntimeError, IndexError, TypeError, ValueError
 # Saving.
 
 
-def save(path: str, saved: AnySnapshot, compression: str | None) -> None:
+def save(path: str, buffer: Several, state: Any, compression: str | None) -> None:
     """Saves one buffer as a file of HDF5; see `jrb.checkpoint.save`."""
-    if not isinstance(saved, Snapshot) or saved.buffer.storage.of_objects or saved.batch:
+    descriptions.check(buffer, "save")
+    saved = schema.snapshot(buffer, state) if isinstance(buffer, ReplayBuffer) else None
+    if saved is None or buffer.storage.of_objects or saved.batch:
         raise ValueError(
             "layout: expected a single buffer of arrays with layout='h5', got several, objects, or "
             "states under vmap. Use layout='native'."
         )
-    if saved.buffer.writer.per_env:
+    if buffer.writer.per_env:
         raise ValueError(
             "layout: expected a writer of all environments together with layout='h5', got "
-            f"{type(saved.buffer.writer).__name__}. Use layout='native'."
+            f"{type(buffer.writer).__name__}. Use layout='native'."
         )
     files.check_links(path)
     if os.path.isdir(path):
@@ -83,7 +82,10 @@ def save(path: str, saved: AnySnapshot, compression: str | None) -> None:
         )
     path = os.path.realpath(path)  # a link to a checkpoint stays one
     # HDF5 writes to memory: where a write to a disk fails, it may crash.
-    with h5py.File(path, "w", driver="core", backing_store=False) as file:
+    with (
+        saving.reading(saved.views),
+        h5py.File(path, "w", driver="core", backing_store=False) as file,
+    ):
         _write(file, saved, {} if compression is None else {"compression": compression})
         file.flush()
         image = file.id.get_file_image()
@@ -128,23 +130,21 @@ def is_own(path: str) -> bool:
 
 
 def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
-    buffer, spec = saved.buffer, saved.spec
-    occupancy = buffer.writer.held(buffer.ring, saved.state.writer)
+    buffer, items = saved.buffer, external_items.Items(saved)
     # Oldest first. Empty slots are not written, so that the file is as large as its items.
-    slots = np.asarray(occupancy.nth(buffer.ring, jnp.arange(int(occupancy.size), dtype=jnp.int32)))
-    # Items of a writer without order of time are no rows of environments, but one stream.
-    slots = slots.reshape(-1, buffer.ring.envs if buffer.writer.is_chronological else 1)
-    raws = [casting.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
-    arrays = [np.empty((*slots.shape, *leaf.shape), leaf.dtype) for leaf in raws]
-    state = saved.state.replace(storage=saved.stored)
-    for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
-        items = eager.take(buffer, state, jnp.asarray(slots[piece], jnp.int32))
-        for array, leaf in zip(arrays, jax.tree.leaves(items), strict=True):
-            array[piece] = np.asarray(casting.raw(leaf))
-    about = schema.about(saving.BUFFER, saved) | {"rows": len(slots), "trajectories": []}
+    slots = external_items.in_order(buffer, saved.state.writer)
+    specs = jax.tree.leaves(items.spec)
+    arrays = [np.empty((len(slots), *leaf.shape), leaf.dtype) for leaf in specs]
+    for part in external_items.in_parts(np.arange(len(slots)), pytree.nbytes(saved.spec)):
+        for array, leaf in zip(arrays, jax.tree.leaves(items.take(slots[part])), strict=True):
+            array[part] = leaf
+    about = schema.about(saving.BUFFER, saved) | {"trajectories": []}
     if len(slots):
-        leaves = dict(zip(_names(spec), arrays, strict=True))
-        flat, links = to_flat(leaves, buffer.keys, slots.shape[1], ())
+        # Items of a writer without order of time are no rows of environments, but one stream.
+        envs = buffer.ring.envs if buffer.writer.is_chronological else 1
+        columns = [array.reshape(-1, envs, *array.shape[1:]) for array in arrays]
+        leaves = dict(zip(_names(saved.spec), columns, strict=True))
+        flat, links = to_flat(leaves, buffer.keys, envs, ())
         for number, (environment, length, rows) in enumerate(iter_trajectories(flat, links.ends)):
             group = file.create_group(f"trajectories/{number:06d}")
             group.attrs.update(length=length, environment=environment)
@@ -152,17 +152,12 @@ def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
             for name, leaf in rows.items():
                 _put(group, name, leaf, leaf.dtype, options)
     group = file.create_group("state")
-    for name, leaf in schema.by_name(schema.with_tree_leaves(_parts(saved.state))).items():
+    state = schema.with_tree_leaves(external_items.without(buffer, saved.state))
+    for name, leaf in schema.by_name(state).items():
         _put(group, name, np.asarray(casting.raw(leaf)), leaf.dtype, options)
     text = np.frombuffer(json.dumps(about, separators=(",", ":")).encode(), np.uint8)
     _put(file, "jrb", text, text.dtype, {})
     file.attrs.update(format=FORMAT, version=VERSION)
-
-
-def _parts(state: BufferState) -> dict[str, Any]:
-    """Returns the parts of a state that are saved unchanged, which excludes the items."""
-    parts = {"writer": state.writer, "sampler": state.sampler, "unit": state.unit}
-    return parts | {"transforms": state.transforms}
 
 
 def _names(spec: Item) -> list[str]:
@@ -212,19 +207,28 @@ def _read(
     file: h5py.File, given: Description | None, example: Item, device: Device
 ) -> tuple[Any, Any]:
     about = _about(file)
-    saved, spec = schema.fitting(file.filename, about, given, example)
-    buffer = schema.loadable(saved, given is not None)
-    want = _parts(schema.blank(buffer, spec))
-    specs = schema.with_tree_leaves(want)
-    arrays = []
-    for name, leaf in schema.by_name(specs).items():
-        # A copy: JAX may use the memory of NumPy's array in place, and the state may be donated.
-        raw = jnp.array(_array(file, f"state/{name}", leaf, [()]), copy=True)
-        arrays.append(casting.wrap_words(raw, leaf.dtype))
-    parts = schema.with_trees(want, jax.tree.unflatten(jax.tree.structure(specs), arrays))
-    state = _replayed(file, buffer, spec, about, parts["writer"])
-    state = state.replace(**parts, ring=buffer.ring)
-    return buffer, state if device is None else jax.device_put(state, device)
+    buffer, spec = schema.fitting(file.filename, about, given, example)
+    buffer = schema.loadable(buffer, given is not None)
+    want = schema.blank(buffer, spec)
+    arrays = external_items.without(buffer, want)
+    group, kinds = cast(h5py.Group, file["state"]), {}
+
+    def add(name: str, _: Any) -> None:
+        if not isinstance(group[name], h5py.Group):
+            dataset = _dataset(group, name)
+            dtype, shape = str(dataset.attrs.get("dtype")), list(dataset.shape)
+            shape = shape[:-1] if dtype.startswith("key:") else shape  # without the words of a key
+            kinds[name] = (dtype, str(shape)), dataset.size * dataset.dtype.itemsize
+
+    def fill(name: str, target: np.ndarray) -> None:
+        if target.size:
+            memory.view(target)[:] = memory.view(np.asarray(_dataset(group, name)[()]))
+
+    group.visititems(add)
+    state = loading.restore_arrays(file.filename, kinds, fill, arrays, device)
+    slots = external_items.in_order(buffer, state.writer)
+    pieces = external_items.pieces_of(slots, _items(file, buffer, spec, about), spec)
+    return buffer, external_items.restored(buffer, want, state, spec, pieces, device)
 
 
 def _not_ours(path: str) -> ValueError:
@@ -247,85 +251,68 @@ def _about(file: h5py.File) -> dict[str, Any]:
             f"{file.filename}: expected version {VERSION} of the format, got version {version}. "
             f"Another version of jrb wrote this; {cure}."
         )
-    text = _array(file, "jrb", jax.ShapeDtypeStruct((), np.uint8), None).tobytes()
+    text = _dataset(file, "jrb")
+    if text.dtype != np.uint8 or text.size > _MOST_JSON:
+        raise DamagedError(f"{file.filename}: expected JSON in 'jrb', got {text.shape}.")
     with refuse_damage(file.filename, "JSON in 'jrb'"):
-        return json.loads(text)
+        return json.loads(text[()].tobytes())
 
 
-def _array(group: h5py.Group, name: str, spec: Any, leads: list[tuple[int, ...]] | None) -> Any:
-    """Reads a dataset like a spec, after leading axes that are one of `leads`; None for text.
+def _dataset(group: h5py.Group, name: str) -> Any:
+    """Returns a plain dataset of numbers; links to other places are not followed.
 
-    The shape is checked before the data are read, as it may declare more than any memory holds.
-    Links to other places are not followed.
+    Its shape has to be checked before it is read, as it may declare more than any memory holds.
     """
-    path, raw, inner = group.file.filename, casting.raw_spec(spec), cast(Any, group)
+    inner: Any = group
     for part in name.split("/"):
         # A soft or external link could name any file of the machine.
         is_link = not isinstance(inner.get(part, getlink=True), h5py.HardLink | None)
         inner = None if is_link else inner[part]
         if inner is None:
             break
-    if not isinstance(inner, h5py.Dataset) or inner.external or inner.is_virtual:
-        raise DamagedError(f"{path}: leaf '{name}': expected a plain dataset.")
-    shapes = [(min(inner.size or 0, _MOST_JSON),)]
-    if leads is not None:
-        shapes = [(*lead, *raw.shape) for lead in leads]
-    expected, got = descriptions.dtype_name(spec.dtype), str(inner.attrs.get("dtype"))
-    has_size = inner.dtype.kind in "biufc" and inner.dtype.itemsize == raw.dtype.itemsize
-    if got != expected or inner.shape not in shapes or not has_size:
+    if (
+        not isinstance(inner, h5py.Dataset)
+        or inner.external
+        or inner.is_virtual
+        or inner.size is None
+        or inner.dtype.kind not in "biufc"
+    ):
         raise DamagedError(
-            f"{path}: leaf '{name}': expected {expected}{list(shapes[0])}, got {got}"
-            f"{inner.shape} in {inner.dtype}."
+            f"{group.file.filename}: leaf '{name}': expected a plain dataset of numbers."
         )
-    return np.asarray(inner[()]).view(raw.dtype)
-
-
-def _replayed(
-    file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any], writer: Any
-) -> BufferState:
-    """Returns a state with all items of the file, each written to its old slot."""
-    target, rows = replay_target(buffer), about["rows"]
-    arrays, specs = _items(file, buffer, spec, about), jax.tree.leaves(spec)
-    state = eager.init(target, spec, None)
-    if not rows:
-        return state
-    # Written from the slot of the oldest row on, so that each item gets its old slot.
-    if buffer.writer.is_chronological:
-        first = jnp.int32((int(writer.cursor) - rows) % buffer.ring.rows)
-        state = state.replace(writer=state.writer.replace(cursor=first))
-    for piece in pieces(np.arange(rows), pytree.nbytes(spec) * target.ring.envs):
-        leaves = [
-            casting.wrap_words(jnp.asarray(array[piece]), leaf.dtype)
-            for array, leaf in zip(arrays, specs, strict=True)
-        ]
-        if target.num_envs is None:
-            leaves = [leaf[:, 0] for leaf in leaves]
-        state = eager.fill(target, state, jax.tree.unflatten(jax.tree.structure(spec), leaves))
-    return state
+    return inner
 
 
 def _items(
     file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]
 ) -> list[np.ndarray]:
-    """Returns the items in order of time, `[T, E, ...]`, leaf by leaf; keys as their words."""
+    """Returns the items, oldest first, `[K, ...]`, leaf by leaf; keys as their words."""
     lengths = np.asarray(about["trajectories"], np.int64).reshape(-1, 2)[:, 1]
     envs = buffer.ring.envs if buffer.writer.is_chronological else 1
+    raws = list(map(casting.raw_spec, jax.tree.leaves(spec)))
     if not len(lengths):
-        return []
+        return [np.zeros((0, *raw.shape), raw.dtype) for raw in raws]
     # Trajectories become the flat layout, in which rows share observations.
     ends = np.zeros(lengths.sum(), bool)
     ends[np.cumsum(lengths) - 1] = True
-    raws = map(casting.raw_spec, jax.tree.leaves(spec))
     raw_specs = dict(zip(_names(spec), raws, strict=True))
     parts: dict[str, list[np.ndarray]] = {}
     for number, length in enumerate(lengths.tolist()):
         group = cast(h5py.Group, file[f"trajectories/{number:06d}"])
         for name in filter(group.__contains__, raw_specs):  # next observations may be shared
-            rows = _array(group, name, raw_specs[name], [(length,), (length + 1,)])
-            parts.setdefault(name, []).append(rows)
+            dataset, raw = _dataset(group, name), raw_specs[name]
+            shapes = [(count, *raw.shape) for count in (length, length + 1)]
+            dtype = descriptions.dtype_name(raw.dtype)
+            got = dataset.attrs.get("dtype"), dataset.dtype.itemsize
+            if dataset.shape not in shapes or got != (dtype, raw.dtype.itemsize):
+                raise DamagedError(
+                    f"{file.filename}: leaf '{name}': expected {dtype}{list(shapes[0])}, got "
+                    f"{got[0]}{dataset.shape} in {dataset.dtype}."
+                )
+            parts.setdefault(name, []).append(np.asarray(dataset[()]).view(raw.dtype))
     flat = {name: np.concatenate(rows) for name, rows in parts.items()}
     items = from_flat(flat, ends.reshape(envs, -1), buffer.keys)
-    return [items[name] for name in raw_specs]
+    return [items[name].reshape(-1, *raw.shape) for name, raw in raw_specs.items()]
 
 
 def metadata(path: str) -> dict[str, Any]:
@@ -340,15 +327,7 @@ def metadata(path: str) -> dict[str, Any]:
         raise DamagedError(f"{path}: expected a checkpoint in HDF5, got {error!r}.") from error
     # The seal is not checked here, as that would read the whole file: the JSON may be damaged.
     with refuse_damage(path, "the metadata of a checkpoint"):
-        facts, kind = about["facts"], about["kind"]
-        items = manifest.leaves_of(about["items"], "storage")
-        leaves = {
-            name: f"{dtype}{[facts['capacity'], *shape]}"
-            for name, (dtype, shape, _) in items.items()
-        }
-        blank = {"encode": None, "extra": None, "parts": {}, "items": "rows", "generation": 0}
-        nbytes = os.path.getsize(path)
-        return {"kind": kind, "leaves": leaves, "nbytes": nbytes, **facts, **blank}
+        return manifest.describe(about, 0, {"": os.path.getsize(path)})
 
 
 def verify(path: str, progress: Progress = no_progress) -> list[str]:

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import memory
-from jrb._store.block_store import BlockStore, run_all
-from jrb._store.blocks import aligned
+from jrb._store.block_store import BlockStore
+from jrb._store.blocks import BlockArray, aligned
 from jrb._store.errors import DamagedError
+from jrb._store.threads import run_all
 from jrb._util import casting, pytree
 from jrb._xla import compat
-from jrb.checkpoint import descriptions, external_items, manifest, objects, saving, schema
+from jrb.checkpoint import descriptions, external_items, manifest, saving, schema
 from jrb.checkpoint.descriptions import Several
 from jrb.checkpoint.external_items import Inward, Pieces
 from jrb.checkpoint.manifest import EXTRA
@@ -48,18 +49,13 @@ class OpenedCheckpoint:
         prefix = manifest.prefix_of(self.prefix, name)
         return OpenedCheckpoint(self.path, self.store, self.meta["parts"][name], prefix)
 
-    def names(self) -> list[str]:
-        """Returns the names of its arrays, without the prefix."""
-        names = (*self.store.arrays, *self.store.small)
-        return [it.removeprefix(self.prefix) for it in names if it.startswith(self.prefix)]
-
-    def kind(self, name: str) -> tuple[Any, int]:
-        """Returns the kind of an array, and its bytes."""
-        name = self.prefix + name
-        if name in self.store.small:
-            return self.store.small[name].kind, len(self.store.small[name].data)
-        spec = self.store.arrays[name].spec
-        return spec.kind, spec.rows * spec.width
+    def kinds(self) -> dict[str, tuple[Any, int]]:
+        """Returns the kind and the bytes of each of its arrays, by name without the prefix."""
+        small, large = self.store.small.items(), self.store.arrays.items()
+        kinds = {name: (it.kind, len(it.data)) for name, it in small}
+        kinds |= {name: (it.spec.kind, it.spec.rows * it.spec.width) for name, it in large}
+        own = {name: kind for name, kind in kinds.items() if name.startswith(self.prefix)}
+        return {name.removeprefix(self.prefix): kind for name, kind in own.items()}
 
     def fill(self, name: str, target: np.ndarray) -> None:
         """Fills an array of the same number of bytes with the saved ones, and checks them."""
@@ -71,19 +67,6 @@ class OpenedCheckpoint:
         else:
             width = self.store.arrays[name].spec.width
             self.store.read({name: np.frombuffer(data, np.uint8).reshape(-1, width)})
-
-    def array(self, name: str, spec: Any) -> np.ndarray:
-        """Returns an array like a spec."""
-        array = np.empty(spec.shape, spec.dtype)
-        self.fill(name, array)
-        return array
-
-    def check_items(self) -> None:
-        """Raises `DamagedError` if a block of the arrays of items is damaged."""
-        prefix, arrays = self.prefix + ITEMS, self.store.arrays.items()
-        items = [array for name, array in arrays if name.startswith(prefix)]
-        blocks = [(array, block) for array in items for block in range(array.spec.num_blocks)]
-        run_all([functools.partial(array.read_block, block) for array, block in blocks])
 
 
 # Several buffers, and the shards of one.
@@ -99,52 +82,38 @@ def load(
     if kind not in (manifest.MIX, manifest.SHARDED, manifest.SEVERAL):
         load_to = lambda device: _load(checkpoint, given, example, device, back)
         return load_with_cast(load_to, path, given is not None, device, back.cast)
-    names = list(meta.get("parts", {}))
-    buffers = examples = dict.fromkeys(names)
     if kind == manifest.SEVERAL:
-        whole = _shaped(meta["forms"]["buffer"], dict.fromkeys(names))
-        if given is not None:
-            buffers = descriptions.for_each(whole, given, "load: buffers")
-        if example is not None:
-            examples = descriptions.for_each(whole, example, "load: examples")
+        names = list(meta["parts"])
+        whole: Any = dict.fromkeys(names) if meta["is_dict"] else (None,) * len(names)
     else:
         plain = None if given is None else descriptions.without_mesh(given)
         cls = Mix if kind == manifest.MIX else Sharded
         saved = descriptions.matched(path, meta["buffer"], plain, cls)
         whole = saved if given is None else given
-        names = whole.names() if isinstance(whole, Sharded) else names
-        buffers = buffers if given is None else descriptions.each(given)
-        examples = dict.fromkeys(names, example)
-    decodes = descriptions.hook_for_each(whole, back.decode, "load: decode functions")
-    items: dict[str, Any] = dict.fromkeys(decodes)
+    names = list(descriptions.each(whole))
+    buffers = items = dict.fromkeys(names)
+    examples = dict.fromkeys(names, example)
+    if kind == manifest.SEVERAL and example is not None:
+        examples = descriptions.for_each(whole, example, "load: examples")
+    if given is not None:
+        part = given.part if isinstance(given, Sharded) else given
+        buffers = descriptions.for_each(whole, part, "load: buffers")
     if back.items is not None:
         items = descriptions.for_each(whole, back.items, "load: items")
+    decodes = descriptions.hook_for_each(whole, back.decode, "load: decode functions")
 
     def load_part(name: str, device: Any) -> tuple[Any, Any]:
         inward = dataclasses.replace(back, decode=decodes[name], items=items[name])
         return load(checkpoint.part(name), buffers[name], examples[name], device, inward)
 
-    if isinstance(whole, Sharded):
-        # Each process loads its own shards, each to its place on the mesh.
-        whole, states = whole.on_mesh(device), {}
-        for place, numbers in whole.layout.groups().items():
-            for number in numbers:
-                _, states[number] = load_part(names[number], place)
-        return whole, whole.join(states)
-    parts = {name: load_part(name, device) for name in descriptions.each(whole)}
-    loaded = {name: part[0] for name, part in parts.items()}
-    states = {name: part[1] for name, part in parts.items()}
-    if isinstance(whole, Mix):
-        return dataclasses.replace(whole, buffers=tuple(loaded.values())), tuple(states.values())
-    forms = meta["forms"]
-    return _shaped(forms["buffer"], loaded), _shaped(forms["state"], states)
-
-
-def _shaped(form: Any, parts: dict[str, Any]) -> Any:
-    """Returns the parts in a dict or a tuple, as the metadata `form` says."""
-    names = form.get("dict") or form.get("fields") or list(map(str, range(form["tuple"])))
-    in_order = {name: parts[name] for name in names}
-    return in_order if "dict" in form else tuple(in_order.values())
+    if not isinstance(whole, Sharded):
+        return descriptions.combine(whole, {name: load_part(name, device) for name in names})
+    # Each process loads its own shards, each to its place on the mesh.
+    whole, states = whole.on_mesh(device), {}
+    for place, numbers in whole.layout.groups().items():
+        for number in numbers:
+            _, states[number] = load_part(names[number], place)
+    return whole, whole.join(states)
 
 
 # One buffer.
@@ -174,8 +143,7 @@ def load_with_cast(
     spec = jax.tree.map(narrow, saved.spec)
     leaves = jax.tree.leaves(casting.cast_for_jax(items, "load"))
     buffer = schema.loadable(buffer, given and not schema.is_at(path, buffer))
-    parts = external_items.in_parts(np.arange(len(slots)), pytree.nbytes(spec))
-    pieces = ((slots[part], [leaf[part] for leaf in leaves]) for part in parts)
+    pieces = external_items.pieces_of(slots, leaves, spec)
     want = schema.blank(buffer, spec)
     state = external_items.restored(buffer, want, state, spec, pieces, device)
     return buffer, state if device is None else jax.device_put(state, device)
@@ -200,14 +168,16 @@ def _load(
     buffer = schema.loadable(buffer, given is not None)
     want = schema.batched(schema.blank(buffer, spec), tuple(meta["batch"]))
     arrays = external_items.without(buffer, want) if form else want
-    state = _restored(checkpoint, arrays, device)
+    state = restore_arrays(path, checkpoint.kinds(), checkpoint.fill, arrays, device)
     is_kept = form.get("kind") == external_items.KEPT
     slots = external_items.in_order(buffer, state.writer) if is_kept else None
     if buffer.storage.of_objects:
         data = None
         if slots is None:
-            data = checkpoint.store.array_bytes(checkpoint.prefix + objects.ARRAY).data
-        storage = objects.restored(path, data, buffer, slots, back.items, device)
+            data = checkpoint.store.array_bytes(
+                checkpoint.prefix + external_items.OBJECT_ARRAY
+            ).data
+        storage = external_items.restored_objects(path, data, buffer, slots, back.items, device)
         return buffer, state.replace(storage=storage)
     pieces: Pieces
     if slots is not None:
@@ -216,69 +186,85 @@ def _load(
         store, prefix = checkpoint.store, checkpoint.prefix
         pieces = external_items.decoded(path, store, prefix, form, spec, back.decode)
     elif schema.is_on_host(buffer):
-        checkpoint.check_items()
-        stored = _item_arrays(checkpoint, spec, buffer.capacity)
-        specs = jax.tree.leaves(external_items.host_spec(spec))
-        # All slots up to the last one written, a few megabytes at a time.
-        every = np.arange(max(array.reach for array in stored))
-        pieces = (
-            (slots, external_items.viewed([array.read_rows(slots) for array in stored], specs))
-            for slots in external_items.in_parts(every, pytree.nbytes(spec))
-        )
+        pieces = _item_pieces(_item_arrays(checkpoint, spec, buffer.capacity), spec)
     else:
         return buffer, state
     return buffer, external_items.restored(buffer, want, state, spec, pieces, device)
 
 
-def _item_arrays(checkpoint: OpenedCheckpoint, spec: Item, capacity: int) -> list[Any]:
+def _item_arrays(checkpoint: OpenedCheckpoint, spec: Item, capacity: int) -> list[BlockArray]:
     """Returns the arrays of the leaves of items; raises unless they are those of the spec."""
     sources = item_sources(spec, capacity)
-    names = [name for name in checkpoint.names() if name.startswith(ITEMS)]
     expected = {name: (source.kind, source.rows * source.width) for name, source in sources.items()}
-    got = {name: checkpoint.kind(name) for name in names}
+    got = {name: kind for name, kind in checkpoint.kinds().items() if name.startswith(ITEMS)}
     if got != expected:
         raise DamagedError(f"{checkpoint.path}: expected the items {expected}, got {got}.")
     return [checkpoint.store.arrays[checkpoint.prefix + name] for name in sources]
 
 
+def _item_pieces(arrays: list[BlockArray], spec: Item) -> Pieces:
+    """Yields slots, up to the last one written, and the checked leaves of their items."""
+    specs = jax.tree.leaves(external_items.host_spec(spec))
+    # All arrays have a block that begins at a multiple of their largest block.
+    largest = max(array.spec.block for array in arrays)
+    step = largest * max(1, schema.PIECE // max(largest * pytree.nbytes(spec), 1))
+    reach = max(array.reach for array in arrays)
+    for start in range(0, reach, step):
+        count = min(step, reach - start)
+        rows = [np.empty((count, array.spec.width), np.uint8) for array in arrays]
+        run_all(
+            [
+                functools.partial(array.fill, target, start // array.spec.block)
+                for array, target in zip(arrays, rows, strict=True)
+            ]
+        )
+        yield np.arange(start, start + count), external_items.viewed(rows, specs)
+
+
 # A state of its arrays.
 
 
-def _restored(checkpoint: OpenedCheckpoint, want: BufferState, device: Device) -> BufferState:
-    """Returns the saved state of the specs `want`, with its arrays on a device."""
+def restore_arrays(
+    path: str,
+    kinds: dict[str, tuple[Any, int]],
+    fill: Callable[[str, np.ndarray], None],
+    want: BufferState,
+    device: Device,
+) -> BufferState:
+    """Returns the saved state of the specs `want`, with its arrays on a device.
+
+    Args:
+        path: for messages.
+        kinds: the kind and the bytes of each saved array, by name.
+        fill: fills an array of the same number of bytes with the saved one of a name.
+        want: the specs of the state.
+        device: a device or a sharding.
+    """
     # Files have no nodes of trees, which depend on the backend.
     specs = schema.with_tree_leaves(want)
-    leaves = schema.by_name(specs)
-    _check_arrays(checkpoint, leaves, schema.labels(want))
-    placed: list[Any] = []
-    for name, leaf in leaves.items():
-        raw = casting.raw_spec(leaf)
-        # Aligned, so that XLA takes this memory on the host without a copy.
-        array = aligned(raw.shape, raw.dtype)
-        checkpoint.fill(name, array)
-        placed.append(casting.wrap_words(memory.put_on_device(array, device), leaf.dtype))
-    return schema.with_trees(want, jax.tree.unflatten(jax.tree.structure(specs), placed))
-
-
-def _check_arrays(
-    checkpoint: OpenedCheckpoint, leaves: dict[str, Any], labels: dict[str, str]
-) -> None:
-    """Raises unless the saved arrays are these leaves; nothing is allocated before."""
-    path = checkpoint.path
-    names = {name for name in checkpoint.names() if not name.startswith((".", ITEMS))}
+    leaves, labels = schema.by_name(specs), schema.labels(want)
+    # All arrays are compared with the leaves before memory is allocated for any.
+    names = {name for name in kinds if not name.startswith((".", ITEMS))}
     odd = sorted(leaves.keys() ^ names)
     if odd:
         raise DamagedError(
             f"{path}: leaf '{odd[0]}': expected the leaves {list(leaves)}, got {sorted(names)}."
         )
+    raws = {name: casting.raw_spec(leaf) for name, leaf in leaves.items()}
     for name, leaf in leaves.items():
-        raw = casting.raw_spec(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        size, (kind, saved) = raw.size * raw.dtype.itemsize, checkpoint.kind(name)
+        size, (kind, saved) = raws[name].size * raws[name].dtype.itemsize, kinds[name]
         if tuple(kind) != schema.kind_of(leaf) or saved != size:
             raise DamagedError(
                 f"{path}: leaf '{labels.get(name, name)}': expected {schema.kind_of(leaf)} of "
                 f"{size} bytes, got {kind} of {saved} bytes."
             )
+    placed: list[Any] = []
+    for name, leaf in leaves.items():
+        # Aligned, so that XLA takes this memory on the host without a copy.
+        array = aligned(raws[name].shape, raws[name].dtype)
+        fill(name, array)
+        placed.append(casting.wrap_words(memory.put_on_device(array, device), leaf.dtype))
+    return schema.with_trees(want, jax.tree.unflatten(jax.tree.structure(specs), placed))
 
 
 # From the path of a storage.
@@ -291,10 +277,12 @@ def _reopened(
     # The folder may have been moved since.
     if not schema.is_at(checkpoint.path, buffer):
         buffer = dataclasses.replace(buffer, storage=buffer.storage.at(checkpoint.path))
-    _item_arrays(checkpoint, spec, buffer.capacity)
+    arrays = _item_arrays(checkpoint, spec, buffer.capacity)
     if verify:
-        checkpoint.check_items()
-    state = _restored(checkpoint, schema.blank(buffer, spec), device)
+        blocks = [(array, block) for array in arrays for block in range(array.spec.num_blocks)]
+        run_all([functools.partial(array.read_block, block) for array, block in blocks])
+    want, path = schema.blank(buffer, spec), checkpoint.path
+    state = restore_arrays(path, checkpoint.kinds(), checkpoint.fill, want, device)
     view = host_rows.view(buffer.storage.open_rows(checkpoint.store, buffer.capacity, spec))
     state = external_items.attach(buffer, state, view)
     return buffer, state if device is None else jax.device_put(state, device)
@@ -318,16 +306,19 @@ def extra(checkpoint: OpenedCheckpoint, example: Item) -> Any:
             f"{path}: extra: leaf '{odd[0].removeprefix(EXTRA)}': expected the leaves {saved}, "
             f"got an example with {list(examples)}."
         )
-    leaves = [_extra_leaf(checkpoint, *each) for each in examples.items()]
+    kinds = checkpoint.kinds()
+    leaves = [
+        _extra_leaf(checkpoint, name, kinds[EXTRA + name][0], example)
+        for name, example in examples.items()
+    ]
     return jax.tree.unflatten(jax.tree.structure(example), leaves)
 
 
 _SORTS = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating, complex: jnp.complexfloating}
 
 
-def _extra_leaf(saved: OpenedCheckpoint, name: str, example: Any) -> Any:
+def _extra_leaf(saved: OpenedCheckpoint, name: str, kind: Any, example: Any) -> Any:
     """Returns a Python number, a NumPy array, or a JAX array on the device of the example."""
-    kind, _ = saved.kind(EXTRA + name)
     is_spec = isinstance(example, jax.ShapeDtypeStruct)
     spec: Any = example if is_spec else saving.extra_array(name, example)
     sort = next((sort for type_, sort in _SORTS.items() if isinstance(example, type_)), None)
@@ -342,7 +333,8 @@ def _extra_leaf(saved: OpenedCheckpoint, name: str, example: Any) -> Any:
             f"an example of {list(schema.kind_of(spec))}."
         )
     raw = casting.raw_spec(spec)
-    array = saved.array(EXTRA + name, raw)
+    array = np.empty(raw.shape, raw.dtype)
+    saved.fill(EXTRA + name, array)
     if sort is not None:
         return type(example)(array.item())
     if isinstance(example, np.ndarray | np.generic):

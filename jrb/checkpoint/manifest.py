@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import quote
 
 from jrb._store import commits
-from jrb._store.commits import Generation, OpenGeneration
 
 MIX, SEVERAL, SHARDED = "mix", "several", "sharded"
 """The kinds of checkpoints that consist of others."""
@@ -40,34 +39,37 @@ def is_checkpoint(path: str) -> bool:
         return False
 
 
-def open_generation(path: str, number: int | None = None) -> OpenGeneration:
-    """Opens a generation, the newest if none is named."""
-    folder = commits.folder_at(path)
-    return commits.newest(folder) if number is None else commits.at(folder, number)
-
-
 def metadata(path: str, number: int | None = None) -> dict[str, Any]:
     """See `jrb.checkpoint.metadata`."""
-    file = open_generation(path, number)
-    try:
-        return _metadata(file.generation, file.generation.meta, "")
-    finally:
-        file.close()
+    file = commits.open_generation(path, number)
+    file.close()
+    one = file.generation
+    sizes = {name: len(it.data) for name, it in one.small.items()}
+    sizes |= {name: it.spec.rows * it.spec.width for name, it in one.large.items()}
+    return describe(one.meta, one.number, sizes)
 
 
-def _metadata(saved: Generation, meta: dict[str, Any], prefix: str) -> dict[str, Any]:
+def describe(
+    meta: dict[str, Any], number: int, sizes: dict[str, int], prefix: str = ""
+) -> dict[str, Any]:
+    """Returns the facts about a checkpoint, or about the part whose arrays have a prefix.
+
+    Args:
+        meta: its metadata.
+        number: the number of the generation.
+        sizes: the bytes of all arrays, by name.
+        prefix: the beginning of the names of its arrays.
+    """
     form, extra, facts = meta.get("form") or {}, meta.get("extra"), meta.get("facts", {})
     parts = {
-        name: _metadata(saved, part, prefix_of(prefix, name))
+        name: describe(part, number, sizes, prefix_of(prefix, name))
         for name, part in meta.get("parts", {}).items()
     }
-    large = [table.spec for name, table in saved.large.items() if name.startswith(prefix)]
-    small = [array for name, array in saved.small.items() if name.startswith(prefix)]
     return {
-        "generation": saved.number,
+        "generation": number,
         "kind": meta.get("kind"),
         "leaves": _leaves(meta),
-        "nbytes": sum(spec.rows * spec.width for spec in large) + sum(len(it.data) for it in small),
+        "nbytes": sum(size for name, size in sizes.items() if name.startswith(prefix)),
         **facts,
         "items": form.get("kind", "rows"),
         "encode": form.get("encode"),

@@ -40,7 +40,6 @@ from jrb._store import files
 from jrb._util import wording
 from jrb._util.pytree import Leaf
 from jrb.checkpoint import api, saving
-from jrb.checkpoint.external_items import Outward
 from jrb.checkpoint.saving import SaveJob
 
 ocp: Any = wording.require("orbax.checkpoint", "orbax")
@@ -53,13 +52,16 @@ FOLDER = "jrb"
 """The folder below that of the item; Orbax may put files of its own beside it."""
 
 
+def _path_in(directory: Any) -> str:
+    return os.path.join(files.absolute(directory, "directory"), FOLDER)
+
+
 class BufferHandler(_Handler):
     """Writes and reads one buffer, in programs of one process. Every step is written in full."""
 
     def save(self, directory: Any, args: "BufferSave") -> None:
         """Writes the state, and returns when that is done."""
-        path = os.path.join(files.absolute(directory, "directory"), FOLDER)
-        api.save_snapshot(path, saving.snapshot(args.buffer, args.state), 0)
+        api.save_job(SaveJob(_path_in(directory), args.buffer, args.state), 0)
 
     async def async_save(self, directory: Any, args: "BufferSave") -> list[Any]:
         """Copies the state to host memory; then it may be donated.
@@ -73,11 +75,10 @@ class BufferHandler(_Handler):
                 return jnp.array(leaf, copy=True)
             return np.array(leaf) if memory.on_host(leaf) else np.asarray(leaf)
 
-        copy = saving.snapshot(args.buffer, jax.tree.map(copied, args.state))
-        path = os.path.join(files.absolute(directory, "directory"), FOLDER)
+        job = SaveJob(_path_in(directory), args.buffer, jax.tree.map(copied, args.state))
 
         async def write() -> None:
-            api.save_snapshot(path, copy, 0)
+            api.save_job(job, 0)
 
         return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="jrb-save")]
 
@@ -90,8 +91,7 @@ class BufferHandler(_Handler):
             ValueError: the checkpoint has another version, dtype, shape, structure or description.
         """
         how: Any = BufferRestore() if args is None else args
-        path = os.path.join(files.absolute(directory, "directory"), FOLDER)
-        return api.load_generation(path, how.buffer, how.example, how.device)
+        return api.load_generation(_path_in(directory), how.buffer, how.example, how.device)
 
 
 @ocp.args.register_with_handler(BufferHandler, for_save=True)
@@ -117,10 +117,9 @@ class BufferSave(_Args):
     state: Any
 
     def __post_init__(self) -> None:
-        saved = saving.snapshot(self.buffer, self.state)
-        with saving.reading(saved):
-            # Made and thrown away: its checks raise here, before Orbax has started a thread.
-            SaveJob("", saved, None, Outward())
+        # Made and thrown away: its checks raise here, before Orbax has started a thread.
+        with saving.reading(SaveJob("", self.buffer, self.state).views):
+            pass
         if jax.process_count() > 1:
             raise NotImplementedError(
                 f"save: expected a program of one process, got {jax.process_count()}. Save the "

@@ -26,13 +26,14 @@ from jrb._util import casting, pytree
 from jrb._util.pytree import Leaf
 from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import descriptions, external_items, manifest, objects, schema
+from jrb.checkpoint import descriptions, external_items, manifest, schema
 from jrb.checkpoint.descriptions import Several
-from jrb.checkpoint.external_items import Outward
+from jrb.checkpoint.external_items import PLAIN, Outward
 from jrb.checkpoint.manifest import EXTRA
 from jrb.checkpoint.schema import Snapshot
 from jrb.mix import AnyState, Mix
 from jrb.sharding import Sharded
+from jrb.state import BufferState
 from jrb.storages import host_rows
 from jrb.storages.host_rows import HostView, bytes_of
 from jrb.storages.memmap import StoreRows, item_sources
@@ -73,60 +74,15 @@ def extra_array(name: str, leaf: Leaf) -> Any:
     return array
 
 
-# States that are saved.
-
-
-@dataclasses.dataclass(frozen=True)
-class SnapshotGroup:
-    """The states of several buffers, or of the shards of one.
-
-    Attributes:
-        buffer: the `Sharded` or `Mix`, or a dict or tuple of descriptions.
-        kind: the class of the container of the states, such as dict.
-        parts: the snapshot of each state, by name; for shards, only those of this process.
-    """
-
-    buffer: Several
-    kind: type
-    parts: "dict[str, AnySnapshot]"
-
-    @property
-    def views(self) -> list[HostView]:
-        """The views of all rows on the host."""
-        return [view for part in self.parts.values() for view in part.views]
-
-    def lies_at(self, path: str) -> bool:
-        """Returns False: no storage keeps the items of several buffers."""
-        return False
-
-
-AnySnapshot = Snapshot | SnapshotGroup
-
-
-def snapshot(buffer: Several, state: AnyState, method: str = "save") -> AnySnapshot:
-    """Returns the snapshot of a state that will be saved, after all checks."""
-    descriptions.check(buffer, method)
-    if isinstance(buffer, ReplayBuffer):
-        return schema.snapshot(buffer, state)
-    if isinstance(buffer, Sharded):
-        names = buffer.names()
-        states = {names[number]: one for number, one in buffer.split(state).items()}
-    else:
-        states = descriptions.for_each(buffer, state, "save: states")
-    buffers = descriptions.each(buffer)
-    parts = {name: snapshot(buffers[name], one, method) for name, one in states.items()}
-    return SnapshotGroup(buffer, type(state), parts)
-
-
 @contextlib.contextmanager
-def reading(saved: AnySnapshot) -> Iterator[None]:
+def reading(views: list[HostView]) -> Iterator[None]:
     """Returns a context for a save, for which writes of other threads wait for a while.
 
     Raises `StaleError` for an older state, of whose rows some may be overwritten already. A write
     that does not wait is noticed when its rows are read, or by the commit.
     """
     with contextlib.ExitStack() as stack:
-        for view in saved.views:
+        for view in views:
             # Wait for the device before the turn is taken, which a callback of it may need.
             version = np.asarray(view.version)
             # No write is under way while the save enters: it would keep the turn, and wait for it.
@@ -134,50 +90,6 @@ def reading(saved: AnySnapshot) -> Iterator[None]:
                 stack.enter_context(view.rows.drawing())
                 view.rows.check_newest(version)
         yield
-
-
-# Saves.
-
-
-class PartSave:
-    """The arrays and the metadata of one buffer in a generation, after all checks.
-
-    Attributes:
-        meta: JSON, the metadata.
-    """
-
-    def __init__(self, prefix: str, saved: Snapshot, out: Outward, is_own: bool) -> None:
-        buffer, state, form = saved.buffer, saved.state, None
-        self._prefix = prefix
-        self._large: dict[str, Source] = {}
-        small: dict[str, SmallArray] = {}
-        if not out.items:
-            form = external_items.kept_form(saved)
-        elif buffer.storage.of_objects:
-            if out.encode is not None:
-                raise TypeError(
-                    "encode: expected items of arrays, got a ListStorage, whose objects are "
-                    "written as they are. Leave it out."
-                )
-            form = objects.FORM
-            data = np.frombuffer(objects.packed_objects(saved), np.uint8)
-            self._large, small = schema.sources_of({objects.ARRAY: data})
-        elif out.encode is not None:
-            form, source = external_items.encode_items(saved, out.encode)
-            self._large = {external_items.ARRAY: source}
-        elif saved.views and not is_own:
-            self._large = _host_sources(saved)
-        if form is not None:
-            state = external_items.without(buffer, state)
-        self._state, self._small = state, small
-        about = schema.about(STORE if is_own else BUFFER, saved)
-        self.meta: dict[str, Any] = {**about, "form": form}
-
-    def sources(self) -> tuple[dict[str, Source], dict[str, SmallArray]]:
-        """Returns the large and the small arrays of the state, by name."""
-        large, small = schema.sources_of(self._state)
-        named = lambda arrays: {self._prefix + name: it for name, it in arrays.items()}
-        return named(large | self._large), named(small | self._small)
 
 
 def _host_sources(saved: Snapshot) -> dict[str, Source]:
@@ -195,50 +107,119 @@ def _host_sources(saved: Snapshot) -> dict[str, Source]:
     return sources
 
 
+# Saves.
+
+
 class SaveJob:
-    """A save that has passed all checks; used as a context, it releases its locks at the end."""
+    """A save that has passed all checks; used as a context, it releases its locks at the end.
+
+    Args:
+        path: the absolute path of a folder.
+        buffer: the description, or several.
+        state: its state, or theirs.
+        extra: a pytree of further data of the user; None for none.
+        out: the options about items.
+        method: the name of the calling method, for error messages.
+
+    Attributes:
+        views: the views of all rows on the host.
+        is_commit: True if the path is that of the state's own storage, whose rows are there.
+    """
 
     def __init__(
-        self, path: str, saved: AnySnapshot, extra: dict[str, Any] | None, out: Outward
+        self,
+        path: str,
+        buffer: Several,
+        state: AnyState,
+        extra: Item = None,
+        out: Outward = PLAIN,
+        method: str = "save",
     ) -> None:
-        self._path, self._extra = path, extra
-        # A save to the path of the state's own storage: its rows only have to be committed.
-        self._own, self._version = None, 0
-        if saved.lies_at(path):
+        descriptions.check(buffer, method)
+        self.views: list[HostView] = []
+        self._path, self._own, self._version = path, None, 0
+        self._large: dict[str, Source] = {}
+        self._small: dict[str, SmallArray] = {}
+        self._meta = self._add(buffer, state, out, "")
+        self.is_commit: bool = self._own is not None
+        arrays = extra_arrays(extra)
+        self._group = processes() if isinstance(buffer, Sharded) else ProcessGroup()
+        if arrays is not None:
+            self._meta["extra"] = list(arrays)
+            if self._group.number == 0:
+                self._add_arrays(arrays)
+        self._store: BlockStore | None = None
+        self._write: Callable[[], None] | None = None
+
+    def _add(self, buffer: Several, state: Any, out: Outward, prefix: str) -> dict[str, Any]:
+        """Adds the arrays of a state, whose names begin with a prefix; returns its metadata."""
+        if isinstance(buffer, ReplayBuffer):
+            return self._add_buffer(buffer, state, out, prefix)
+        if isinstance(buffer, Sharded):
+            names = buffer.names()
+            states = {names[number]: one for number, one in buffer.split(state).items()}
+        else:
+            states = descriptions.for_each(buffer, state, "save: states")
+        encodes = descriptions.hook_for_each(buffer, out.encode, "save: encode functions")
+        buffers = descriptions.each(buffer)
+        parts = {
+            name: self._add(
+                buffers[name],
+                one,
+                Outward(encodes[name], out.items),
+                manifest.prefix_of(prefix, name),
+            )
+            for name, one in states.items()
+        }
+        meta: dict[str, Any] = {"facts": schema.facts_of_any(), "parts": parts}
+        if not isinstance(buffer, Mix | Sharded):
+            return {"kind": manifest.SEVERAL, "is_dict": isinstance(buffer, dict)} | meta
+        meta["facts"]["description"] = schema.text_of(buffer)
+        encoded = descriptions.encode(descriptions.without_mesh(buffer))
+        kind = manifest.MIX if isinstance(buffer, Mix) else manifest.SHARDED
+        return {"kind": kind, "buffer": encoded} | meta
+
+    def _add_buffer(
+        self, buffer: ReplayBuffer, state: BufferState, out: Outward, prefix: str
+    ) -> dict[str, Any]:
+        """Adds the arrays of the state of one buffer; returns its metadata."""
+        saved, form = schema.snapshot(buffer, state), None
+        is_own, items = not prefix and saved.lies_at(self._path), {}
+        self.views += saved.views
+        if is_own:
             (view,) = saved.views
             self._own = cast(StoreRows, view.rows)
             self._version = host_rows.number(view.version)
-        self._group = processes() if isinstance(saved.buffer, Sharded) else ProcessGroup()
-        self._parts: list[PartSave] = []
-        self._meta = self._add(saved, out, "")
-        if extra is not None:
-            self._meta["extra"] = list(extra)
-        self._store: BlockStore | None = None
-        self._small: dict[str, SmallArray] = {}
-        self._writes: list[Callable[[], None]] = []
+            if out != PLAIN:
+                raise ValueError(
+                    "encode, items: expected none for the path of the storage itself, whose rows "
+                    "are there already, as they are. Save to another path."
+                )
+        elif not out.items:
+            form = external_items.kept_form(saved)
+        elif buffer.storage.of_objects:
+            if out.encode is not None:
+                raise TypeError(
+                    "encode: expected items of arrays, got a ListStorage, whose objects are "
+                    "written as they are. Leave it out."
+                )
+            form = external_items.OBJECTS
+            data = np.frombuffer(external_items.packed_objects(saved), np.uint8)
+            self._add_arrays({external_items.OBJECT_ARRAY: data}, prefix)
+        elif out.encode is not None:
+            form, source = external_items.encode_items(saved, out.encode)
+            items = {external_items.ARRAY: source}
+        elif saved.views:
+            items = _host_sources(saved)
+        self._large |= {prefix + name: source for name, source in items.items()}
+        arrays = saved.state if form is None else external_items.without(buffer, saved.state)
+        self._add_arrays(arrays, prefix)
+        return schema.about(STORE if is_own else BUFFER, saved) | {"form": form}
 
-    def _add(self, saved: AnySnapshot, out: Outward, prefix: str) -> dict[str, Any]:
-        """Adds the parts of a snapshot to those of this save, and returns its metadata."""
-        if isinstance(saved, Snapshot):
-            self._parts.append(PartSave(prefix, saved, out, self._own is not None))
-            return self._parts[-1].meta
-        buffer, facts = saved.buffer, schema.facts_of_any()
-        encodes = descriptions.hook_for_each(buffer, out.encode, "save: encode functions")
-        parts = {
-            name: self._add(
-                part, Outward(encodes[name], out.items), manifest.prefix_of(prefix, name)
-            )
-            for name, part in saved.parts.items()
-        }
-        if isinstance(buffer, Mix | Sharded):
-            kind = manifest.MIX if isinstance(buffer, Mix) else manifest.SHARDED
-            facts |= {"description": schema.text_of(buffer)}
-            encoded = descriptions.encode(descriptions.without_mesh(buffer))
-            return {"kind": kind, "buffer": encoded, "facts": facts, "parts": parts}
-        names = list(parts)
-        form = lambda cls: {"dict": names} if issubclass(cls, dict) else {"tuple": len(names)}
-        forms = {"buffer": form(type(buffer)), "state": form(saved.kind)}
-        return {"kind": manifest.SEVERAL, "forms": forms, "facts": facts, "parts": parts}
+    def _add_arrays(self, tree: Any, prefix: str = "") -> None:
+        large, small = schema.sources_of(tree, prefix)
+        self._large |= large
+        self._small |= small
 
     def open(self, copy: bool) -> None:
         """Takes the lock and finds what to write; `copy` is True if the state may change later."""
@@ -262,29 +243,22 @@ class SaveJob:
     def _put(self, copy: bool) -> None:
         """Writes the arrays of this process that have changed, or copies them."""
         store = self._store = self._store or BlockStore.join(self._path)
-        sources = [part.sources() for part in self._parts]
-        if self._extra is not None and self._group.number == 0:
-            sources.append(schema.sources_of(self._extra))
-        large = {name: it for large, _ in sources for name, it in large.items()}
-        small = {name: it for _, small in sources for name, it in small.items()}
         kept = [] if self._own is None else self._own.shared.names
-        self._writes.append(store.put(large, copy, kept))
-        # Small arrays are views of the state, which may be donated before they are written.
-        held = lambda it: SmallArray(it.kind, bytes(it.data)) if copy else it
-        self._small = {name: held(it) for name, it in small.items()}
+        self._write = store.put(self._large, copy, kept)
+        self._large = {}  # so that the state can be donated
+        if copy:
+            # Small arrays are views of the state, which may be donated before they are written.
+            for name, it in self._small.items():
+                self._small[name] = SmallArray(it.kind, bytes(it.data))
 
     def finish(self, keep: int) -> int:
         """Writes the state, releases the lock, and returns the number of the generation."""
-        with self:
-            return self._write(keep)
-
-    def _write(self, keep: int) -> int:
-        store: Any = self._store
+        store, write, is_leader = cast(Any, self._store), self._write, self._group.number == 0
 
         def write_arrays() -> Any:
-            for write in self._writes:
+            if write is not None:
                 write()
-            if self._group.number == 0:
+            if is_leader:
                 return None
             small = {
                 name: [it.kind, base64.b85encode(it.data).decode()]
@@ -293,7 +267,7 @@ class SaveJob:
             return {"tables": store.tables(), "small": small, "parts": self._meta["parts"]}
 
         def commit() -> int:
-            if self._group.number != 0:
+            if not is_leader:
                 return 0
             tables: dict[str, Any] = {}
             for report in filter(None, reports):
@@ -308,18 +282,19 @@ class SaveJob:
                 self._own.shared.prepare_commit(self._version)
                 return store.commit(self._meta, self._small, keep, tables)
 
-        # The generation is written only when the arrays of all processes are on the disk.
-        reports = self._group.all_gather_json(write_arrays)
-        number = max(self._group.all_gather_json(commit))
-        if self._group.number != 0:
-            store.cut_off()
-        return number
+        with self:
+            # The generation is written only when the arrays of all processes are on the disk.
+            reports = self._group.all_gather_json(write_arrays)
+            number = max(self._group.all_gather_json(commit))
+            if not is_leader:
+                store.cut_off()
+            return number
 
     def close(self) -> None:
         """Releases the lock, unless it is that of the state's own storage, and all copies."""
         if self._store is not None and self._own is None:
             self._store.close()
-        self._writes, self._small = [], {}
+        self._write, self._small = None, {}
 
     def __enter__(self) -> Self:
         return self

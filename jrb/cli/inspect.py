@@ -58,7 +58,7 @@ def inspect(
     # Only the report of a folder needs no JAX.
     kind = sources.kind_of(path)
     if kind == sources.FOLDER:
-        saved = manifest.open_generation(path).generation
+        saved = commits.open_generation(path).generation
         report = _report_folder(path, saved, saved.meta)
     else:
         report = _report_file(path) if kind == sources.FILE else _report_dataset(path)

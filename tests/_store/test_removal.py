@@ -167,6 +167,11 @@ def test_a_temporary_store_that_could_not_be_made_is_gone(number, temporary, mon
 # Removal of a folder.
 
 
+def remove(path):
+    with removal.locked(path, removal.is_of_store):
+        removal.discard(path, removal.is_of_store)
+
+
 @pytest.fixture
 def saved(temporary):
     path = str(temporary / "store")
@@ -177,7 +182,7 @@ def saved(temporary):
 
 
 def test_a_store_is_removed(saved, temporary):
-    removal.remove(saved, removal.is_of_store)
+    remove(saved)
     assert os.listdir(temporary) == []
 
 
@@ -191,7 +196,7 @@ def test_a_folder_with_files_of_others_is_not_removed(name, saved, temporary):
     file.write_text("thesis")
     before = sorted(temporary.rglob("*"))
     with pytest.raises(ValueError, match="Nothing was removed"):
-        removal.remove(saved, removal.is_of_store)
+        remove(saved)
     assert sorted(temporary.rglob("*")) == before
 
 
@@ -199,7 +204,7 @@ def test_a_folder_with_files_of_others_is_not_removed(name, saved, temporary):
 def test_a_file_of_another_program_with_a_name_of_a_store_is_not_removed(name, saved, temporary):
     (temporary / "store" / name).write_text("This is a thesis about stores.")
     with pytest.raises(ValueError, match="Nothing was removed"):
-        removal.remove(saved, removal.is_of_store)
+        remove(saved)
     # Nor is it overwritten.
     with pytest.raises(ValueError, match="that jrb has not written, and that would be lost"):
         BlockStore.open_to_save(saved)
@@ -208,13 +213,13 @@ def test_a_file_of_another_program_with_a_name_of_a_store_is_not_removed(name, s
 
 def test_a_store_that_is_written_or_a_link_is_not_removed(saved, temporary):
     with BlockStore.open_to_save(saved), pytest.raises(LockedError, match="this process"):
-        removal.remove(saved, removal.is_of_store)
+        remove(saved)
     (temporary / "link").symlink_to(saved)
     with pytest.raises(ValueError, match="found a link"):
-        removal.remove(str(temporary / "link"), removal.is_of_store)
+        remove(str(temporary / "link"))
     elsewhere = temporary / "elsewhere"
     os.rename(os.path.join(saved, "arrays"), elsewhere)
     os.symlink(elsewhere, os.path.join(saved, "arrays"))
     with pytest.raises(ValueError, match="arrays"):
-        removal.remove(saved, removal.is_of_store)
+        remove(saved)
     assert len(os.listdir(elsewhere)) == 1

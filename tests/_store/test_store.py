@@ -139,7 +139,7 @@ def test_another_version_is_refused_and_stays(more, cure, path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\n", b"{", b"[]\n", b"1\n", b"[" * 10**5, b'{"format":"jrb","version":5}\n']
+    "text", [b"", b"\n", b"{", b"[]\n", b"1\n", b"[" * 10**5, b'{"format":"jrb","version":6}\n']
 )
 def test_what_is_no_generation_is_refused(text, path):
     saved(path)
@@ -526,7 +526,7 @@ def test_an_older_generation_whose_version_was_damaged_stops_no_save(path):
     with open(name, "rb") as file:
         data = file.read()
     with open(name, "wb") as file:
-        file.write(data.replace(b'"version":5', b'"version":7', 1))
+        file.write(data.replace(b'"version":6', b'"version":7', 1))
     (line,) = block_store.damages(path)
     assert "version 7" in line and name in line
     saved(path, keep=1)

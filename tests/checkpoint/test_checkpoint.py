@@ -407,7 +407,7 @@ def test_a_background_save_holds_what_the_state_was(tmp_path):
                 state = add(state, testing.rows({"x": jnp.zeros(10_000)}, jnp.float32(number), 3))
             assert not save.done()
             with pytest.raises(checkpoint.LockedError):
-                api.save_snapshot(str(tmp_path), saving.snapshot(buffer, kept), 0)
+                api.save_job(saving.SaveJob(str(tmp_path), buffer, kept), 0)
         finally:
             go.set()
         save.wait()
@@ -732,15 +732,15 @@ def test_a_store_of_another_kind_is_refused(tmp_path):
         jrb.load(tmp_path)
 
 
-@pytest.mark.parametrize(("version", "cure"), [(4, "load it with that one"), (6, "install it")])
+@pytest.mark.parametrize(("version", "cure"), [(5, "load it with that one"), (7, "install it")])
 def test_another_version_is_refused_by_name_and_not_overwritten(version, cure, tmp_path):
     buffer, state = filled()
     jrb.save(tmp_path, buffer, state)
     file = tmp_path / "generation-000000000001"
     head, _, rest = file.read_bytes().partition(b"\n")
-    other = head.replace(b'"version":5', b'"version":%d' % version) + b"\n" + rest
+    other = head.replace(b'"version":6', b'"version":%d' % version) + b"\n" + rest
     file.write_bytes(other)
-    message = f"{file.name}: expected version 5 of the format, got version {version}.*{cure}"
+    message = f"{file.name}: expected version 6 of the format, got version {version}.*{cure}"
     for read in (jrb.load, checkpoint.metadata):
         with pytest.raises(ValueError, match=message):
             read(tmp_path)

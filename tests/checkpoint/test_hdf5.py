@@ -73,7 +73,7 @@ def test_a_version_that_never_was_is_refused(version, path):
     assert "version" in verify(path)[0]
 
 
-@pytest.mark.parametrize(("version", "cure"), [(1, "load it with that one"), (3, "install it")])
+@pytest.mark.parametrize(("version", "cure"), [(2, "load it with that one"), (4, "install it")])
 def test_another_version_is_refused_by_name(version, cure, path):
     change_file(path, lambda file: file.attrs.update(version=version))
     message = f"got version {version}. Another version of jrb wrote this; {cure}"

@@ -115,13 +115,13 @@ def test_another_program_restores_without_a_description(tmp_path):
 
 
 def test_a_donated_state_is_saved_as_it_was(tmp_path, monkeypatch):
-    go_on, save = threading.Event(), api.save_snapshot
+    go_on, save = threading.Event(), api.save_job
 
     def late(*args):
         assert go_on.wait(60)
         save(*args)
 
-    monkeypatch.setattr(api, "save_snapshot", late)
+    monkeypatch.setattr(api, "save_job", late)
     add = jax.jit(BUFFER.add, donate_argnums=0)
     state = filled()
     expected, structure = raw(state), jax.tree.structure(state)
@@ -233,7 +233,7 @@ def test_a_full_disk_is_told_and_leaves_the_older_step(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(api, "save_snapshot", full)
+            patch.setattr(api, "save_job", full)
             manager.save(1, args=save_args(filled(start=9)))
             with pytest.raises(OSError, match="No space left"):
                 manager.wait_until_finished()

@@ -16,7 +16,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jrb
 from jrb import checkpoint
 from jrb.checkpoint import api, descriptions, saving
-from jrb.checkpoint.external_items import Outward
 from tests import seams
 from tests.small_blocks import damage, file_of, small_blocks
 
@@ -245,14 +244,14 @@ def saved_by(count, path, sharded, state, monkeypatch, extra=None, background=Fa
     def run(number):
         local.number = number
         try:
-            saved = saving.snapshot(sharded, state)
+            job = saving.SaveJob(str(path), sharded, state, extra)
             if background:
                 save = api.Save(0)
-                save._begin(str(path), saved, extra, Outward())
+                save._begin(job)
                 save.wait()
                 told[number] = checkpoint.generations(path)[-1]
             else:
-                told[number] = api.save_snapshot(str(path), saved, 0, extra)
+                told[number] = api.save_job(job, 0)
         except OSError as error:
             told[number] = error
 
@@ -266,7 +265,7 @@ def saved_by(count, path, sharded, state, monkeypatch, extra=None, background=Fa
 
 
 def step(number):
-    return saving.extra_arrays({"step": number})
+    return {"step": number}
 
 
 def there(path, sharded, states):
