@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb import sum_tree
 from jrb._core import memory
 from jrb._store.block_store import BlockStore
 from jrb._store.blocks import BlockArray, aligned
@@ -264,7 +265,15 @@ def restore_arrays(
         array = aligned(raws[name].shape, raws[name].dtype)
         fill(name, array)
         placed.append(casting.wrap_words(memory.put_on_device(array, device), leaf.dtype))
-    return schema.with_trees(want, jax.tree.unflatten(jax.tree.structure(specs), placed))
+    state = jax.tree.unflatten(jax.tree.structure(specs), placed)
+
+    def with_nodes(spec: Any, part: Any) -> Any:
+        if not sum_tree.is_tree(spec):
+            return part
+        # The nodes above are computed again, with the branching of this backend.
+        return sum_tree.over(spec.capacity, spec.branching, spec.reduction, part)
+
+    return jax.tree.map(with_nodes, want, state, is_leaf=sum_tree.is_tree)
 
 
 # From the path of a storage.

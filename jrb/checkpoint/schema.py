@@ -81,18 +81,6 @@ def with_tree_leaves(state: PyTree) -> Any:
     return jax.tree.map(leaves, state, is_leaf=sum_tree.is_tree)
 
 
-def with_trees(want: PyTree, state: PyTree) -> Any:
-    """Returns a state like the specs `want`, from the output of `with_tree_leaves`."""
-
-    def whole(spec: Any, part: Any) -> Any:
-        if not sum_tree.is_tree(spec):
-            return part
-        # The nodes above are computed again, with the branching of this backend.
-        return sum_tree.over(spec.capacity, spec.branching, spec.reduction, part)
-
-    return jax.tree.map(whole, want, state, is_leaf=sum_tree.is_tree)
-
-
 def sources_of(tree: PyTree, prefix: str = "") -> tuple[dict[str, Source], dict[str, SmallArray]]:
     """Returns the large arrays of a state in named form, and the small ones."""
     large, small = {}, {}
