@@ -142,7 +142,9 @@ def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
     if len(slots):
         # Items of a writer without order of time are no rows of environments, but one stream.
         envs = buffer.ring.envs if buffer.writer.is_chronological else 1
-        columns = [array.reshape(-1, envs, *array.shape[1:]) for array in arrays]
+        # Items may have no elements, so that the number of rows cannot be found from their size.
+        lead = len(slots) // envs, envs
+        columns = [array.reshape(*lead, *array.shape[1:]) for array in arrays]
         leaves = dict(zip(_names(saved.spec), columns, strict=True))
         flat, links = to_flat(leaves, buffer.keys, envs, ())
         for number, (environment, length, rows) in enumerate(iter_trajectories(flat, links.ends)):
@@ -312,7 +314,7 @@ def _items(
             parts.setdefault(name, []).append(np.asarray(dataset[()]).view(raw.dtype))
     flat = {name: np.concatenate(rows) for name, rows in parts.items()}
     items = from_flat(flat, ends.reshape(envs, -1), buffer.keys)
-    return [items[name].reshape(-1, *raw.shape) for name, raw in raw_specs.items()]
+    return [items[name].reshape(ends.size, *raw.shape) for name, raw in raw_specs.items()]
 
 
 def metadata(path: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from jrb.checkpoint import schema
+from jrb._store.block_store import BlockStore
 from tests.small_blocks import damage, file_of, small_blocks
 from tests.storages.test_on_host import EXAMPLE, KEY, numbered, same, steps
 
@@ -39,14 +39,14 @@ def small(path, storage):
 
 def before_the_arrays_are_written(monkeypatch, call):
     """Calls a function once in the middle of a save, after its checks."""
-    calls, sources_of = [call], schema.sources_of
+    calls, put = [call], BlockStore.put
 
-    def called(arrays):
+    def called(*args):
         if calls:
             calls.pop()()
-        return sources_of(arrays)
+        return put(*args)
 
-    monkeypatch.setattr(schema, "sources_of", called)
+    monkeypatch.setattr(BlockStore, "put", called)
 
 
 @pytest.mark.parametrize("save", [jrb.save, checkpoint.save_async])
