@@ -39,3 +39,15 @@ def damage(file, offset, bit=1):
     data = bytearray(file.read_bytes())
     data[offset] ^= bit
     file.write_bytes(data)
+
+
+def before_the_arrays_are_written(monkeypatch, call):
+    """Calls a function once in the middle of a save, after its checks."""
+    calls, put = [call], BlockStore.put
+
+    def called(*args):
+        if calls:
+            calls.pop()()
+        return put(*args)
+
+    monkeypatch.setattr(BlockStore, "put", called)

@@ -17,8 +17,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from jrb._store.block_store import BlockStore
-from tests.small_blocks import damage, file_of, small_blocks
+from tests.small_blocks import before_the_arrays_are_written, damage, file_of, small_blocks
 from tests.storages.test_on_host import EXAMPLE, KEY, numbered, same, steps
 
 pytestmark = pytest.mark.slow
@@ -35,18 +34,6 @@ def small(path, storage):
     state = buffer.extend(buffer.init({"x": 0}), {"x": np.arange(8, dtype=np.int32)})
     loaded = lambda: jrb.items(*jrb.load(path))["x"].tolist()
     return buffer, state, loaded
-
-
-def before_the_arrays_are_written(monkeypatch, call):
-    """Calls a function once in the middle of a save, after its checks."""
-    calls, put = [call], BlockStore.put
-
-    def called(*args):
-        if calls:
-            calls.pop()()
-        return put(*args)
-
-    monkeypatch.setattr(BlockStore, "put", called)
 
 
 @pytest.mark.parametrize("save", [jrb.save, checkpoint.save_async])
