@@ -169,6 +169,20 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
     return half.replace(storage=state.storage)
 
 
+def copy_rows(
+    old: ReplayBuffer, state: BufferState, new: ReplayBuffer, slots: np.ndarray, ends: np.ndarray
+) -> BufferState:
+    """Returns a state of `new`, of one stream, with the items at `slots`, `[T]`, in this order.
+
+    An episode ends at each row for which `ends`, bool `[T]`, is True, whatever its flags say.
+    Priorities and counts of draws are kept, as by `rebuild`.
+    """
+    if len(slots) > new.capacity:
+        raise ValueError(f"capacity: expected at least {len(slots)}, got {new.capacity}.")
+    rows = _Selection(slots[:, None], np.ones((len(slots), 1), bool), ends[:, None])
+    return _refill(old, (state,), new, rows, None)
+
+
 # The items that are kept.
 
 

@@ -4,7 +4,9 @@ K items, N capacity, E environments, R = N / E rows, L length of an episode.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import jax
@@ -12,13 +14,17 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jrb import migrate
 from jrb._core import editing, validate
 from jrb._core.steps import context_of
 from jrb._util import casting, checks, pytree
 from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.keys import check_ends, leaves_at
+from jrb.queries import Facts, Queries
 from jrb.state import BufferState
+from jrb.storages import DeviceStorage
+from jrb.writers import RoundRobin
 
 
 @overload
@@ -148,26 +154,140 @@ class Episode:
         return take_items(self._buffer, self._state, self.slots)
 
 
-class Episodes(Sequence[Episode]):
-    """The episodes of a state, sorted by their first rows in time, then by environment."""
+class Episodes(Queries, Sequence[Episode]):
+    """The episodes of a state, sorted by their first rows in time, then by environment.
 
-    def __init__(self, episodes: list[Episode]) -> None:
-        self._episodes: list[Episode] = episodes
+    `where`, `best` and `sort` choose some of them when the result is first used; the state must
+    not have been donated until then.
+    """
+
+    def __init__(
+        self, buffer: ReplayBuffer, state: BufferState, every: "_Every", find: Callable[[], Any]
+    ) -> None:
+        self._buffer, self._state, self._every, self._find = buffer, state, every, find
+
+    @functools.cached_property
+    def _numbers(self) -> np.ndarray:
+        return self._find()
 
     def __len__(self) -> int:
-        return len(self._episodes)
+        return len(self._numbers)
 
     @overload
     def __getitem__(self, index: int) -> Episode: ...
     @overload
     def __getitem__(self, index: slice) -> "Episodes": ...
     def __getitem__(self, index: int | slice) -> Any:
-        part = self._episodes[index]
-        return Episodes(part) if isinstance(part, list) else part
+        if isinstance(index, slice):
+            return self._choose(lambda episodes: np.arange(len(episodes))[index])
+        every, number = self._every, self._numbers[operator.index(index)]
+        return Episode(
+            slots=every.slots_of(number),
+            environment=int(every.env[number]),
+            return_=jax.tree.map(lambda leaf: leaf[number], every.returns),
+            ended=bool(every.ended[number]),
+            cut=bool(every.cut[number]),
+            _buffer=self._buffer,
+            _state=self._state,
+        )
+
+    @property
+    def slots(self) -> np.ndarray:
+        """The slots of all rows of these episodes, int32 `[K]`, one episode after the other."""
+        none = np.zeros(0, np.int32)
+        return np.concatenate([none, *map(self._every.slots_of, self._numbers)])
+
+    def to_buffer(self, **parts: Any) -> tuple[ReplayBuffer, BufferState]:
+        """Returns a new buffer that holds the rows of these episodes, and its state.
+
+        The episodes follow one another in one stream of time, in their order here, and end where
+        they ended or are cut off. Priorities and counts of draws are kept, as by `jrb.rebuild`.
+
+        Args:
+            parts: arguments of `jrb.ReplayBuffer`. By default those of this buffer, but for the
+                capacity, which is the number of rows, the writer, `jrb.RoundRobin()`, no
+                `min_size`, and the storage, which is on the device.
+
+        Raises:
+            ValueError: there are no episodes; they do not fit the capacity; or the unit needs rows
+                that incomplete episodes lack.
+            TypeError: `num_envs` is given.
+        """
+        from_device = isinstance(self._buffer.storage, DeviceStorage)
+        storage = self._buffer.storage if from_device else DeviceStorage()
+        slots = self.slots
+        if not len(slots):
+            raise ValueError("to_buffer: expected at least one episode, got none.")
+        if parts.get("num_envs") is not None:
+            raise TypeError(
+                "to_buffer: num_envs: expected none, as the episodes follow one another, got "
+                f"{parts['num_envs']!r}. Use jrb.rebuild for a buffer with environments."
+            )
+        defaults = {"capacity": len(slots), "num_envs": None, "writer": RoundRobin()}
+        defaults |= {"storage": storage, "min_size": None}
+        new = dataclasses.replace(self._buffer, **(defaults | parts))
+        unit = new.unit
+        if unit.requires_contiguous_history:
+            # Units that read earlier rows need the first ones; others need complete episodes.
+            cut, ended = (column[self._numbers] for column in (self._every.cut, self._every.ended))
+            if cut.any() or not (unit.lookback or ended.all()):
+                raise ValueError(
+                    f"to_buffer: expected complete episodes for {type(unit).__name__}, which needs "
+                    "all rows of an episode. Choose them by where(complete=True)."
+                )
+        ends = np.zeros(len(slots), bool)
+        ends[np.cumsum(self._every.length[self._numbers]) - 1] = True
+        return new, migrate.copy_rows(self._buffer, self._state, new, slots, ends)
 
     def __repr__(self) -> str:
-        complete = sum(each.complete for each in self._episodes)
-        return f"{len(self)} episodes, {complete} of them complete"
+        complete = self._every.complete[self._numbers]
+        return f"{len(self)} episodes, {int(complete.sum())} of them complete"
+
+    def _facts_of_each(self) -> Facts:
+        every = self._every
+        names = {"length": every.length, "complete": every.complete, "ended": every.ended}
+        names |= {"env": every.env, "age": every.age}
+        names |= {} if every.returns is None else {"return": every.returns}
+        take = lambda column: jax.tree.map(lambda leaf: leaf[self._numbers], column)
+        return {name: functools.partial(take, column) for name, column in names.items()}
+
+    def _choose(self, find: Callable[["Episodes"], np.ndarray]) -> "Episodes":
+        choose = lambda: self._numbers[find(self)]
+        return Episodes(self._buffer, self._state, self._every, choose)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Every:
+    """All episodes of a state, as columns `[K]`; T rows of time are held at most.
+
+    Attributes:
+        slots: int32 `[R, E]`, the slots of each environment, oldest row first.
+        start: the oldest-first number of each episode's first row.
+        length: the number of its rows.
+        env: its environment.
+        ended: True if its last row ends it.
+        cut: True if its first rows may be lost.
+        age: the number of rows of its environment that are newer than its first one.
+        returns: the sum of its rewards, float64, a pytree of arrays; None without rewards.
+    """
+
+    slots: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    env: np.ndarray
+    ended: np.ndarray
+    cut: np.ndarray
+    age: np.ndarray
+    returns: Any
+
+    @property
+    def complete(self) -> np.ndarray:
+        return self.ended & ~self.cut
+
+    def slots_of(self, number: int) -> np.ndarray:
+        """Returns the slots of an episode, oldest first, int32 `[L]`."""
+        start = self.start[number]
+        return self.slots[start : start + self.length[number], self.env[number]]
 
 
 def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
@@ -181,7 +301,9 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         state: is only read.
 
     Returns:
-        A sequence; the items of an episode are read when they are accessed.
+        A sequence with methods to choose and sort episodes, such as
+        `jrb.episodes(buffer, state).where(min_return=100).best(0.1)`. Flags and rewards are read
+        now, the items of an episode when they are accessed.
 
     Raises:
         ValueError: the items have no such flag or number, or the writer keeps no order of time.
@@ -195,6 +317,8 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         >>> found = jrb.episodes(buffer, buffer.extend(empty, items))
         >>> [(each.length, float(each.return_), each.complete) for each in found]
         [(3, 3.0, True), (2, 7.0, False)]
+        >>> found.where(min_return=5).slots.tolist()
+        [3, 4]
     """
     _check_single_state(buffer, state, "episodes")
     checks.chronological("episodes", buffer.writer)
@@ -207,30 +331,37 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
     ends, rewards = jax.device_get(_ends_and_rewards(buffer, state))
     occupancy = buffer.writer.held(buffer.ring, state.writer)
     slots, envs = np.asarray(occupancy.from_oldest(buffer.ring)), buffer.ring.envs
-    counts = np.broadcast_to(np.asarray(occupancy.rows(buffer.ring)), envs).tolist()
-    # Mark the environments of whose oldest episode the first row may be lost.
+    counts = np.broadcast_to(np.asarray(occupancy.rows(buffer.ring)), envs)
+    # An episode begins at the oldest row, and after each end but one at the newest row.
+    held = np.arange(len(ends))[:, None] < counts
+    begins = held.copy()
+    begins[1:] &= ends[:-1]
+    # In the order of environments, the rows of an episode follow one another.
+    env, start = np.nonzero(begins.T)
+    stop = np.append(start[1:], 0)
+    is_last = np.append(env[1:] != env[:-1], True) if len(env) else np.zeros(0, bool)
+    stop = np.where(is_last, counts[env], stop[: len(env)])
+    # The environments of whose oldest episode the first row may be lost.
     lost = np.broadcast_to(np.asarray(buffer.writer.has_lost(buffer.ring, state.writer)), envs)
     steps = buffer.unit.episode_step(state.unit, occupancy.from_oldest(buffer.ring)[0])
     lost = lost if steps is None else lost & (np.asarray(steps) > 0)
-    every = []
-    for env, count in enumerate(counts):
-        last = np.flatnonzero(ends[:count, env])
-        # Cut after each end; `unique` drops the empty run after an end at the newest row.
-        edges = np.unique(np.concatenate([[0], last + 1, [count]]))
-        for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            run = (slice(start, stop), env)
-            episode = Episode(
-                slots=slots[start:stop, env],
-                environment=env,
-                return_=jax.tree.map(lambda leaf, run=run: leaf[run].sum(0, np.float64), rewards),
-                ended=bool(ends[stop - 1, env]),
-                # Only the oldest episode of an environment can have lost its first rows.
-                cut=start == 0 and bool(lost[env]),
-                _buffer=buffer,
-                _state=state,
-            )
-            every.append((start, env, episode))
-    return Episodes([episode for _, _, episode in sorted(every, key=lambda each: each[:2])])
+    first = np.cumsum(counts)[env] - counts[env] + start
+
+    def add_up(leaf: np.ndarray) -> np.ndarray:
+        rows = np.swapaxes(leaf, 0, 1)[held.T].astype(np.float64)
+        return np.add.reduceat(rows, first) if len(first) else rows
+
+    every = _Every(
+        slots=slots,
+        start=start,
+        length=stop - start,
+        env=env,
+        ended=ends[stop - 1, env],
+        cut=(start == 0) & lost[env],
+        age=counts[env] - 1 - start,
+        returns=None if rewards is None else jax.tree.map(add_up, rewards),
+    )
+    return Episodes(buffer, state, every, lambda: np.lexsort((env, start)))
 
 
 def has_episodes(buffer: ReplayBuffer, state: BufferState) -> bool:

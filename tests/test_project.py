@@ -20,11 +20,12 @@ ROOT = pathlib.Path(jrb.__file__).parent
 ROOMS = [
     {"_util"},
     {"_store", "_xla", "keys", "ring", "limits"},
-    {"types", "layouts", "state", "sum_tree", "jaxpr_search"},
+    {"types", "layouts", "state", "sum_tree", "queries", "jaxpr_search"},
     {"_core"},
     {"writers", "storages", "samplers", "units", "transforms"},
     {"authoring", "buffer", "doctor"},
-    {"sharding", "mix", "read", "migrate", "environments", "testing"},
+    {"sharding", "mix", "migrate", "environments", "testing"},
+    {"read"},
     {"loops", "tables", "iterate", "interop", "checkpoint", "plot"},
     {"datasets", "remote", "demo", "cli", "compat"},
     {"__main__"},
@@ -35,7 +36,7 @@ PUBLIC = ["jrb", *(f"jrb.{name}" for name in jrb.__all__ if inspect.ismodule(get
 PUBLIC += [f"jrb.{name}" for name in ("authoring", "compat.flashbax", "keys", "sharding")]
 PUBLIC += [f"jrb.{name}" for name in ("samplers", "storages", "units", "writers")]
 
-LINES, FILES, CHAIN, HELPERS = 43_300, 189, 9, 38
+LINES, FILES, CHAIN, HELPERS = 43_300, 189, 10, 38
 """Limits of the package's size; one line in 25 is a comment that says what a block achieves."""
 
 

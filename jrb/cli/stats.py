@@ -18,6 +18,10 @@ _ROWS = ("count", "min", "median", "mean", "max", "std")
 def stats(
     path: Annotated[str, sources.SOURCE],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    where: Annotated[
+        str | None,
+        typer.Option(help="Only episodes such as 'return > 100 and length < 500 and complete'."),
+    ] = None,
     state: sources.State = None,
 ) -> None:
     """Show returns, lengths and rewards of the episodes at PATH."""
@@ -25,6 +29,7 @@ def stats(
     sources.kind_of(path)
     with importlib.import_module("jrb.authoring").enable_x64():
         dataset = sources.open_dataset(path, state)
+        dataset = dataset if where is None else dataset.where(where)
         running = dataset.facts.get("running", np.zeros(len(dataset), bool))
         counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
         counts |= {"complete": int(dataset.complete.sum()), "running": int(running.sum())}

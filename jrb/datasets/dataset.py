@@ -27,6 +27,7 @@ from jrb.datasets.format import (
 )
 from jrb.datasets.formats.recorded import Recorded
 from jrb.datasets.reading.names import check
+from jrb.queries import Facts, Queries
 from jrb.samplers import Uniform
 from jrb.state import BufferState
 from jrb.types import Sampler, Storage, Unit
@@ -36,11 +37,12 @@ _UNIFORM, _TRANSITION = Uniform(), Transition()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Dataset(Sequence[Episode]):
+class Dataset(Queries, Sequence[Episode]):
     """Episodes in files, opened by `jrb.datasets.open`; each is read when it is accessed.
 
     A dataset is a sequence of episodes: `len`, iteration and `dataset[3]` work; a slice is another
-    dataset. An episode is in TorchRL's layout (TED): a nested dict of NumPy arrays `[T, ...]` with
+    dataset, and so is what `where`, `best` and `sort` return, which read what they need at once. An
+    episode is in TorchRL's layout (TED): a nested dict of NumPy arrays `[T, ...]` with
     `observation`, `action`, `next: {observation, reward, terminated, truncated, done}`, and all
     other arrays that the files have for each step, under their own names. Dtypes are those of the
     files, in native byte order. The last step of an episode is always `done`.
@@ -191,31 +193,13 @@ class Dataset(Sequence[Episode]):
                 sums[number] = leaf[: lengths[number]].sum(axis=0, dtype=np.float64)
         return returns
 
-    def filter(self, test: Callable[[Episode], Any]) -> "Dataset":
-        """Returns the dataset of the episodes for which `test` returns true; reads all episodes."""
-        return self.only(self.numbers[[bool(test(episode)) for episode in self]])
+    def _facts_of_each(self) -> Facts:
+        own = {"length": lambda: self.lengths, "complete": lambda: self.complete}
+        own |= {"return": self.returns} if "reward" in self.spec["next"] else {}
+        return {name: functools.partial(self.facts.get, name) for name in self.facts} | own
 
-    def at_least(self, steps: int) -> "Dataset":
-        """Returns the dataset of the episodes with at least `steps` steps."""
-        checks.count("steps", steps)
-        return self.only(self.numbers[self.lengths >= steps])
-
-    def best(self, fraction: float) -> "Dataset":
-        """Returns the dataset of the `fraction` of all episodes that has the highest returns.
-
-        Episodes keep their order. At least one is kept, and of equal returns the earlier ones.
-        """
-        checks.fraction("fraction", fraction)
-        # Without a single return for each episode there is no order of episodes.
-        count, returns = max(1, round(fraction * len(self))), self.returns()
-        shape = jax.tree.map(np.shape, returns)
-        got = f"them in shape {shape}. Choose by one of them, and take these: "
-        got += "dataset.only(dataset.numbers[...])"
-        check(shape == (len(self),), "best", "one return for each episode", got)
-        # A stable sort keeps the earlier of equal returns; the second sort restores the order of
-        # the episodes.
-        order = np.argsort(-returns, kind="stable")[:count]
-        return self.only(self.numbers[np.sort(order)])
+    def _choose(self, find: Callable[[Any], np.ndarray]) -> Self:
+        return self.only(self.numbers[find(self)])
 
     @escaped_errors()
     def buffer(

@@ -84,7 +84,7 @@ def write_streams(
         source = flow.datasets[0].source
         _log.warning(
             "%s: %d rewards are NaN or infinite, the first in episode %d: they are kept as they "
-            "are. Dataset.filter leaves such episodes out",
+            "are. Dataset.where(predicate=...) leaves such episodes out",
             source if isinstance(source, str) else type(source).__name__,
             num_nonfinite,
             first_episode,

@@ -243,6 +243,21 @@ def test_stats_are_those_of_the_episodes(kind, tmp_path, capsys):
     assert "returns" in text
 
 
+@pytest.mark.parametrize("kind", ["native", "h5", "parquet"])
+def test_stats_are_those_of_episodes_that_meet_a_condition(kind, tmp_path, capsys):
+    path = make(kind, tmp_path)
+    dataset = jrb.datasets.open(path)
+    least = float(np.median(dataset.returns()))
+    for text in (f"return >= {least} and complete", "length < 2", "length > 1000"):
+        status, out, err = call(capsys, "stats", path, "--json", "--where", text)
+        assert (status, err) == (0, "")
+        assert json.loads(out)["episodes"] == len(dataset.where(text))
+    assert "episodes" in call(capsys, "stats", path, "--where", "length > 1000")[1]
+    for text in ("length", "size > 3", "__import__('os')"):
+        status, out, err = call(capsys, "stats", path, "--where", text)
+        assert (status, out, len(err.splitlines())) == (1, "", 1)
+
+
 def test_stats_leave_out_what_is_not_finite():
     told = stats.summary(np.array([1.0, np.nan, 3.0, np.inf]))
     assert (told["count"], told["finite"], told["mean"]) == (4, 2, 2.0)

@@ -60,13 +60,26 @@ def test_filters(format):
     pick = lambda numbers: [expected[number] for number in numbers]
     returns = np.array([each["next"]["reward"].sum(dtype=np.float64) for each in expected])
     lengths = np.array([len(each["action"]) for each in expected])
-    check_access(dataset.at_least(4), pick(np.flatnonzero(lengths >= 4)))
+    check_access(dataset.where(min_length=4), pick(np.flatnonzero(lengths >= 4)))
     best = np.sort(np.argsort(-returns, kind="stable")[:5])
     check_access(dataset.best(0.25), pick(best))
     assert len(dataset.best(0.0)) == 1
     is_over = lambda episode: bool(episode["next"]["terminated"][-1])
-    check_access(dataset.filter(is_over), [each for each in expected if is_over(each)])
-    assert len(dataset.at_least(99)) == 0
+    check_access(dataset.where(predicate=is_over), [each for each in expected if is_over(each)])
+    assert len(dataset.where(min_length=99)) == 0
+    # Facts of the files have names in conditions, and the keys of a sort.
+    assert "seed" in dataset.facts
+    seeds, few = dataset.facts["seed"], np.sort(returns)[5]
+    chosen = dataset.where("seed > 20 and length >= 2 and complete", max_return=few)
+    want = np.flatnonzero((seeds > 20) & (lengths >= 2) & (returns <= few))
+    check_access(chosen, pick(want))
+    check_access(dataset.sort("seed", descending=True), pick(np.argsort(-seeds, kind="stable")))
+    check_access(
+        dataset.sort(lambda each: len(each["action"])), pick(np.argsort(lengths, kind="stable"))
+    )
+    for options in ({"env": 0}, {"since": 3}, {"condition": "ended"}):
+        with pytest.raises(ValueError, match="where: expected a fact that is known"):
+            dataset.where(**options)
     assert dataset[:0].returns().shape == (0,)
     assert len(dataset[:0].best(1.0)) == 0
 
@@ -115,7 +128,7 @@ def test_a_dataset_is_shown_as_a_table(format):
     [
         (lambda d: list(d.steps(0)), ValueError),
         (lambda d: list(d.steps(1.5)), TypeError),
-        (lambda d: d.at_least(0), ValueError),
+        (lambda d: d.where(min_length="a"), TypeError),
         (lambda d: d.best(2), ValueError),
         (lambda d: d[12], IndexError),
         (lambda d: d[-13], IndexError),
