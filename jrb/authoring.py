@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 
 from jrb._core.steps import context_of
+from jrb._core.validate import read_items
 from jrb._store.block_store import store_at
 from jrb._store.files import Folder, Lock, check_links, make_folder
 from jrb._store.files import absolute as absolute_path
@@ -61,6 +62,7 @@ __all__ = [
     "overwrite",
     "printable",
     "put_rows",
+    "read_items",
     "read_rows",
     "require",
     "spec_of",

@@ -14,12 +14,23 @@ import numpy as np
 
 from jrb._core import eager, steps, transforming
 from jrb._core.lengths import lengths_of
-from jrb._core.validate import check_state, explained, on_host, takes_state, warn_of_refused
-from jrb._util import casting, checks, display, pytree, wording
+from jrb._core.validate import (
+    check_state,
+    copy_array,
+    copy_arrays,
+    explained,
+    fit_items,
+    on_host,
+    read_items,
+    takes_state,
+    warn_of_refused,
+)
+from jrb._util import checks, display, pytree, wording
+from jrb._xla import random_bits
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.samplers import Uniform
-from jrb.state import BufferState, Device, Memory, Sample, check_origin, origin_of
+from jrb.state import BufferState, Device, Memory, Sample, check_origin
 from jrb.storages import DeviceStorage
 from jrb.storages.objects import object_refusal, object_rows
 from jrb.types import Item, OrderedSampler, PrioritizedSampler, Sampler, Storage, Unit, Writer
@@ -114,8 +125,7 @@ class ReplayBuffer:
     def __repr__(self) -> str:
         return display.format_code(self)
 
-    def _repr_html_(self) -> str:
-        return display.tree_html(self)
+    _repr_html_ = display.tree_html
 
     def __post_init__(self) -> None:
         parts = {"sampler": self.sampler, "unit": self.unit}
@@ -137,7 +147,7 @@ class ReplayBuffer:
         if not isinstance(self.keys, Keys):
             raise TypeError(f"keys: expected jrb.Keys(...), got {self.keys!r}.")
         if not isinstance(self.transforms, tuple) or not all(
-            callable(transform) or transforming.method(transform, "apply")
+            callable(transform) or getattr(transform, "apply", None)
             for transform in self.transforms
         ):
             raise TypeError(
@@ -199,7 +209,7 @@ class ReplayBuffer:
 
     @property
     def _origin(self) -> str:
-        return origin_of(self)
+        return steps.origin_of(self)
 
     def _lead(self) -> tuple[int, ...]:
         return () if self.num_envs is None else (self.num_envs,)
@@ -326,7 +336,7 @@ class ReplayBuffer:
             objects = object_rows(self, [items] if is_add else items, method)
             items = {"item": np.zeros(lead if is_add else (len(objects), *lead), np.uint8)}
         else:
-            items = casting.read_items(items, method, self.cast)
+            items = read_items(items, method, self.cast)
         if not is_add:
             checks.length(items)
         if priorities is not None and not donate:  # `jrb.jitted` warns itself, after the call
@@ -460,7 +470,7 @@ class ReplayBuffer:
         """
         sampler = self._prioritized("set_alpha")
         check_state(self, state)
-        return state.replace(sampler=sampler.set_alpha(state.sampler, casting.copy_array(alpha)))
+        return state.replace(sampler=sampler.set_alpha(state.sampler, copy_array(alpha)))
 
     def truncate(self, state: BufferState, mask: Array | None = None) -> BufferState:
         """Ends the running episodes of environments at their newest rows.
@@ -758,7 +768,7 @@ class ReplayBuffer:
     def _stored_spec(self, example: Item) -> Item:
         """Returns the spec of one item after the inverses of all transforms."""
         inward = functools.partial(transforming.apply_inverses, self.transforms)
-        example = casting.read_items(example, "init", self.cast)
+        example = read_items(example, "init", self.cast)
         spec = jax.eval_shape(inward, pytree.spec_of(example, "init"))
         if not jax.tree.leaves(spec):
             raise ValueError("init: expected at least one leaf, got an empty pytree.")
@@ -768,12 +778,12 @@ class ReplayBuffer:
         self, state: BufferState, items: Item, lead: tuple[int, ...], method: str
     ) -> Item:
         """Returns items as the storage takes them, leaves `[*lead, ...]`, or raises."""
-        if self.transforms and transforming.inverses(self.transforms):
+        if any(getattr(transform, "inverse", None) for transform in self.transforms):
             checks.lead(items, lead, method)
             # A transform that is no description may close over a value that changes.
             is_fixed = transforming.count_fixed(self.transforms) == len(self.transforms)
             invert = steps.invert_compiled if is_fixed else steps.invert
-            items = invert(self, casting.copy_arrays(items), len(lead))
+            items = invert(self, copy_arrays(items), len(lead))
         spec, envs = self.stored(state), self.num_envs  # which checks the state
         mend = f"Give {_LAYOUT[method, envs is None]}."
         pairs = zip(jax.tree.leaves(spec), jax.tree.leaves(items), strict=False)
@@ -785,13 +795,13 @@ class ReplayBuffer:
                 "The example that init was given has the axis of num_envs already. Give init one "
                 "transition: jax.tree.map(lambda leaf: leaf[0], example)."
             )
-        return casting.fit_items(spec, items, method, mend, lead, self.cast)
+        return fit_items(spec, items, method, mend, lead, self.cast)
 
     def _values(
         self, method: str, spec: Item, values: Item, lead: tuple[int, ...]
     ) -> dict[str, Any]:
         """Returns values `[*lead, ...]` by name, checked against `spec`, which is of one item."""
-        values = casting.read_items(values, method, self.cast)
+        values = read_items(values, method, self.cast)
         named = dict(zip(pytree.leaf_names(values), jax.tree.leaves(values), strict=True))
         stored = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
         for name in named.keys() - stored.keys():
@@ -804,7 +814,7 @@ class ReplayBuffer:
             for name in named
         }
         mend = "Give one value for each item, as it is stored."
-        return casting.fit_items(expected, named, method, mend, cast=self.cast)
+        return fit_items(expected, named, method, mend, cast=self.cast)
 
     def _rows_of_windows(self, sample: Sample, spec: Item, values: Item) -> tuple[Sample, Any]:
         """Returns the rows of windows to set, as a sample of single items, and the lead `(B, L)`.
@@ -845,9 +855,7 @@ _LAYOUT = {
 }
 
 
-@functools.lru_cache(maxsize=1024)
-def _ring(capacity: int, envs: int) -> Ring:
-    return Ring(rows=capacity // envs, envs=envs)
+_ring = functools.lru_cache(maxsize=1024)(lambda capacity, envs: Ring(capacity // envs, envs))
 
 
 # `it[None]`, without a call of JAX for arrays of NumPy, and quickly traced.
@@ -874,15 +882,17 @@ def draw_arguments(
     default: int | None, key: jax.Array, batch_size: Any, beta: Any
 ) -> tuple[int, jax.Array | None]:
     """Checks the arguments of a draw; returns B and beta."""
-    batch_size = default if batch_size is None else batch_size
-    if batch_size is None:
+    size = default if batch_size is None else batch_size
+    if size is None:
         raise ValueError(
             "batch_size: expected a number, got None. Give it to the description, as in "
             "ReplayBuffer(batch_size=...), or to this call."
         )
-    checks.count("batch_size", batch_size)
-    checks.key(key)
-    return int(batch_size), None if beta is None else checks.number("beta", beta)
+    # The default was checked when the description was made.
+    if batch_size is not None:
+        checks.count("batch_size", batch_size)
+    random_bits.check_key(key)
+    return int(size), None if beta is None else checks.number("beta", beta)
 
 
 def check_single(buffer: object, who: str) -> None:
@@ -930,7 +940,7 @@ def from_items(
     if of_objects:
         lengths = {len(data)}
     else:
-        data = casting.read_items(data, "from_items")
+        data = read_items(data, "from_items")
         for path, leaf in jax.tree_util.tree_leaves_with_path(data):
             if not pytree.is_array(leaf) or not leaf.shape:
                 raise TypeError(
@@ -961,7 +971,7 @@ def from_items(
     for start in range(0, length, step):
         piece = jax.tree.map(operator.itemgetter(slice(start, start + step)), data)
         shape = (min(step, length - start), *lead)
-        piece = casting.read_items(piece, "extend", target.cast)
+        piece = read_items(piece, "extend", target.cast)
         rows = target._to_stored(state, piece, shape, "extend")
         state = eager.fill(target, state, rows)
     return buffer, state

@@ -14,17 +14,17 @@ from typing import Any
 
 import jax
 
-from jrb._core.steps import num_anchors
+from jrb._core.steps import num_anchors, origin_of
 from jrb._core.validate import DonatedError, check_not_deleted, check_outside_jit
 from jrb._store.errors import StaleError
 from jrb._store.threads import Worker
 from jrb._util import checks
-from jrb._xla import compat
+from jrb._xla import compat, random_bits
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.mix import Mix
 from jrb.samplers import WithoutReplacement
 from jrb.sharding import Sharded
-from jrb.state import BufferState, Device, Sample, origin_of
+from jrb.state import BufferState, Device, Sample
 from jrb.types.messages import PRNGKey
 
 
@@ -91,7 +91,7 @@ def epochs(
     checks.count("batch_size", batch_size)
     checks.count("n_epochs", n_epochs)
     checks.flag("drop_last", drop_last)
-    key = checks.key_or_seed(key)
+    key = random_bits.key_or_seed(key)
     # Replace the sampler and its state, so that epochs do not depend on the buffer's own.
     sampler, origin = WithoutReplacement(drop_last=drop_last), origin_of(buffer)
     buffer = dataclasses.replace(buffer, sampler=sampler, batch_size=batch_size)
@@ -146,7 +146,7 @@ def steps(
         4
     """
     check_outside_jit("steps", state, key)
-    key = checks.key_or_seed(key)
+    key = random_bits.key_or_seed(key)
     if max_iter is not None:
         checks.count("max_iter", max_iter)
     if n_epochs is not None:
@@ -384,7 +384,7 @@ def prefetch(
     check_outside_jit("prefetch", state_or_fn, key)
     source: Any = buffer
     # The thread draws from the iterable, the newest state, or the state of the draw before.
-    root: Any = None if iterator is not None else checks.key_or_seed(key)
+    root: Any = None if iterator is not None else random_bits.key_or_seed(key)
     states: list[Any] = [state_or_fn]
 
     def draw(number: int, is_open: Callable[[], bool]) -> Any:

@@ -16,10 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core.lengths import Lengths
-from jrb._core.validate import check_not_deleted, explained, on_host, warn_of_refused
-from jrb._util import casting, checks
-from jrb._util.casting import copy_array, copy_arrays
-from jrb._xla import compiling
+from jrb._core.validate import (
+    accept_items,
+    check_not_deleted,
+    copy_array,
+    copy_arrays,
+    explained,
+    on_host,
+    warn_of_refused,
+)
+from jrb._util import checks
+from jrb._xla import compiling, random_bits
 from jrb.buffer import ReplayBuffer
 from jrb.mix import Description, Mix
 from jrb.sharding import Sharded
@@ -310,7 +317,7 @@ def _caller(
     """
     preparers: dict[str, Callable[[Any], Any]] = {
         "batch_size": _size,
-        "key": lambda key: copy_array(checks.seed_or_key(key)),
+        "key": lambda key: copy_array(random_bits.seed_or_key(key)),
         "sample": functools.partial(_without_data, name),
         "sample_or_indices": functools.partial(_without_data, name),
         "where": functools.partial(_without_data, name),
@@ -320,7 +327,7 @@ def _caller(
         # Arrays of NumPy are copied, as the caller may change them; objects stay as they are.
         whole = buffer.buffer if isinstance(buffer, Sharded) else buffer
         of_objects, casts = whole.storage.of_objects, whole.cast
-        accept = lambda items: items if of_objects else casting.accept_items(items, name, casts)
+        accept = lambda items: items if of_objects else accept_items(items, name, casts)
         preparers |= {"item": accept, "items": accept, "values": accept}
     prepare = [preparers.get(each.name, copy_array) for each in parameters]
     names = [each.name for each in parameters]

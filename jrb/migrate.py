@@ -306,7 +306,7 @@ def _conversion(
         return spec, lambda items: items
 
     def convert_item(item: Item) -> Item:
-        new_item = casting.read_items(convert(item), "convert")
+        new_item = validate.read_items(convert(item), "convert")
         # Raise where JAX would change a dtype.
         pytree.spec_of(new_item, "convert")
         return new_item

@@ -11,8 +11,8 @@ import numpy as np
 
 from jrb import Sharded
 from jrb._core import eager, steps
-from jrb._core.validate import takes_state
-from jrb._util import casting, checks, display, pytree, splitting
+from jrb._core.validate import copy_array, takes_state
+from jrb._util import checks, display, pytree, splitting
 from jrb._xla import random_bits
 from jrb._xla.compiling import per_description
 from jrb.buffer import ReplayBuffer, draw_arguments
@@ -63,8 +63,7 @@ class Mix:
     def __repr__(self) -> str:
         return display.format_code(self)
 
-    def _repr_html_(self) -> str:
-        return display.tree_html(self)
+    _repr_html_ = display.tree_html
 
     def __post_init__(self) -> None:
         # Check that the buffers are in the same shards, or in none.
@@ -182,7 +181,7 @@ class Mix:
         # of the batch is chosen.
         if not isinstance(proportions, jax.core.Tracer):
             splitting.check("proportions", proportions, num_buffers, "buffer")
-        values = jnp.asarray(casting.copy_array(proportions)).astype(jnp.float32)
+        values = jnp.asarray(copy_array(proportions)).astype(jnp.float32)
         if values.shape != (num_buffers,):
             raise ValueError(f"proportions: expected shape ({num_buffers},), got {values.shape}.")
         # Traced proportions cannot be checked: NaN and negative ones count as 0.

@@ -380,7 +380,8 @@ def _ends_and_rewards(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Arr
     spec = buffer.storage.spec(state.storage)
     rewards = leaves_at(spec, buffer.keys.reward)
     names = {*buffer.keys.flags(spec), *leaves_at(spec, buffer.keys.episode), *rewards}
-    leaves = editing.leaves_of(buffer, context, state, names)
+    where = editing.slots_by_name(context, names)
+    leaves = buffer.storage.read(context, state.storage, where)
     slots = context.held.from_oldest(context.ring)
     ends = editing.flagged_ends(buffer, context, leaves)
     ends |= buffer.unit.is_episode_end(context, state.unit, slots)

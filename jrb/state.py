@@ -1,17 +1,12 @@
 """The state of a buffer, the sample, and the protocol of descriptions."""
 
-import dataclasses
-import hashlib
-import os
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jrb._util import display, pytree, wording
 from jrb._util.pytree import HostState
-from jrb._xla.compiling import kept_by_description
 from jrb.keys import Keys
 from jrb.ring import Ring
 
@@ -130,53 +125,6 @@ class Sample(pytree.State):
             "probabilities": display.spread(self.probabilities),
             "weights": display.spread(self.weights),
         }
-
-
-@kept_by_description
-def origin_of(buffer: "Buffer") -> str:
-    """Returns the `origin` of samples, such as "ReplayBuffer(capacity=64) 5f0a6c9d81e2".
-
-    Equal descriptions have equal origins, in every process and after pickling. Functions are
-    compared by their names: all lambdas that one function makes are equal.
-    """
-    # Leave out the fields that affect neither the content of a slot nor which slots are drawn.
-    left_out = ("batch_size", "transforms", "storage", "min_size", "cast", "requires_mask")
-    names = [field.name for field in dataclasses.fields(buffer) if field.name not in left_out]
-    values = tuple(getattr(buffer, name) for name in names)
-    # Use a digest, as the text of a description may have thousands of characters.
-    digest = hashlib.blake2b(_value_text(values).encode(), digest_size=6).hexdigest()
-    pairs = zip(names, values, strict=True)
-    sizes = ", ".join(f"{name}={value}" for name, value in pairs if type(value) is int)
-    return f"{_class_name(buffer)}({sizes}) {digest}"
-
-
-def _value_text(value: Any) -> str:
-    """Returns a text that is the same for equal values."""
-    # NumPy's numbers and Python's are equal, and must give one text.
-    if isinstance(value, np.generic):
-        value = value.item()
-    # True, 1 and 1.0 are equal too.
-    if isinstance(value, int | float):
-        return repr(int(value) if value == value // 1 else value)
-    if isinstance(value, np.dtype):
-        return repr(value.name)
-    if value is None or isinstance(value, str | bytes | os.PathLike):
-        return repr(value)
-    if isinstance(value, tuple):
-        return "(" + ",".join(map(_value_text, value)) + ")"
-    # Functions and classes have a name; other parts are described by their fields.
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    if dataclasses.is_dataclass(value):
-        entries = (getattr(value, field.name) for field in dataclasses.fields(value))
-        return _class_name(value) + _value_text(tuple(entries))
-    # The repr of any other value may have its address in memory.
-    return _class_name(value)
-
-
-def _class_name(value: Any) -> str:
-    """Returns the name of the value's class; if private, that of its first public base."""
-    return next(cls.__name__ for cls in type(value).__mro__ if not cls.__name__.startswith("_"))
 
 
 def check_origin(method: str, sample: Sample, origin: str) -> None:

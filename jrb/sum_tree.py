@@ -277,7 +277,7 @@ def sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool = True)
     Raises:
         TypeError, ValueError: `key` is not a PRNG key, or `batch_size` is not positive.
     """
-    checks.key(key)
+    random_bits.check_key(key)
     checks.count("batch_size", batch_size)
     checks.flag("stratified", stratified)
     return _sample(tree, key, int(batch_size), stratified)
@@ -471,18 +471,11 @@ def _split_columns(rows: jax.Array) -> list[jax.Array]:
     return [lax.squeeze(column, (-1,)) for column in split]
 
 
-def _accumulate_children(tree: Tree, rows: jax.Array) -> list[jax.Array]:
-    """Returns the reductions of the first 1, 2, ... children of each row `[..., b]`.
-
-    Children are added one by one: `cumsum` and dot products are slower, and in this order a node
-    has the same bits wherever it is computed again.
-    """
-    return list(itertools.accumulate(_split_columns(rows), _REDUCE[tree.reduction]))
-
-
 def reduce_rows(tree: Tree, rows: jax.Array) -> jax.Array:
     """Returns the reduction of each row `[..., b]`, float32 `[...]`."""
-    return _accumulate_children(tree, rows)[-1]
+    # Children are added one by one: `cumsum` and dot products are slower, and in this order a node
+    # has the same bits wherever it is computed again.
+    return functools.reduce(_REDUCE[tree.reduction], _split_columns(rows))
 
 
 def _reduce_ancestors(tree: Tree, node: jax.Array) -> Tree:
@@ -537,7 +530,9 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
     def step(_: jax.Array, packed: jax.Array, rows_at: Callable) -> jax.Array:
         mass, above = lax.real(packed), lax.bitcast_convert_type(lax.imag(packed), jnp.uint32)
         first = above << np.uint32(tree.bits)  # as `children`
-        sums = _accumulate_children(tree, rows_at(tree.nodes, first))
+        # The sums of the first 1, 2, ... children of each row, added up as by `reduce_rows`.
+        children = _split_columns(rows_at(tree.nodes, first))
+        sums = list(itertools.accumulate(children, _REDUCE[tree.reduction]))
         if again is not None and fresh is not None:
             # Not by the number of the step, which XLA would copy at each step that uses it.
             start, end = (tree.start(level) - tree.above_top for level in (fresh, fresh + 1))

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import DictInfoToList
 
 import jrb
-from jrb._util import casting
+from jrb._core.validate import read_items
 from jrb.buffer import BufferOptions, BufferParts
 from jrb.remote import setup
 
@@ -128,7 +128,7 @@ def test_a_buffer_for_resets_in_the_next_step_refuses_writes_without_a_mask():
         "add": lambda *mask: buffer.add(state, row, *mask),
         "jitted add": lambda *mask: methods.add(buffer.init(example), row, *mask),
         "add in jit": lambda *mask: jax.jit(buffer.add)(
-            state, casting.read_items(row, "add", buffer.cast), *mask
+            state, read_items(row, "add", buffer.cast), *mask
         ),
         "sharded add": lambda *mask: sharded.add(shards, row, *mask),
         "jitted sharded add": lambda *mask: sharded_methods.add(sharded.init(example), row, *mask),

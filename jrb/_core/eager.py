@@ -22,13 +22,14 @@ from jrb._core.validate import (
     check_kind,
     check_state,
     compiled_blank,
+    copy_arrays,
     explained,
     is_traced,
     is_tracer,
     on_host,
     warn_of_copies,
 )
-from jrb._util import casting, pytree
+from jrb._util import pytree
 from jrb._util.pytree import SpecKey
 from jrb._xla.compiling import (
     kept_by_description,
@@ -113,7 +114,7 @@ def write(
         # Inside `jit`, XLA decides about copies.
         if not is_traced(state, items, others):
             warn_of_copies(buffer, state, 7)
-        after = steps.write(buffer, state, casting.copy_arrays(items), *others)
+        after = steps.write(buffer, state, copy_arrays(items), *others)
     else:
         after = host_calls.write(buffer, state, items, others, donate, objects)
         if after is None:
@@ -157,7 +158,7 @@ def fill(
     with lengths_of(buffer).pad_arguments(state, items, mask, cuts) as (items, mask, cuts):
         if on_host(buffer):
             return write(buffer, state, items, mask, cuts)
-        return steps.write_in_place(buffer, state, casting.copy_arrays(items), mask, cuts)
+        return steps.write_in_place(buffer, state, copy_arrays(items), mask, cuts)
 
 
 def expire(buffer: Buffer, state: BufferState, spec: Item, num_rows: jax.Array | np.ndarray) -> Any:
@@ -262,7 +263,9 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
     # It is cached: between two compiled calls of a Python loop, each call of a function costs a
     # microsecond. A plain function among the transforms may close over a value that changes: it is
     # called at each draw, and so are the transforms after it, and all transforms of objects.
-    inside = 0 if buffer.storage.of_objects else transforming.count_fixed(buffer.transforms)
+    inside = 0
+    if buffer.transforms and not buffer.storage.of_objects:
+        inside = transforming.count_fixed(buffer.transforms)
     fixed: Any = buffer
     if inside < len(buffer.transforms):
         fixed = dataclasses.replace(buffer, transforms=buffer.transforms[:inside])
@@ -372,7 +375,7 @@ def _without_data(where: Sample | jax.Array | None) -> Any:
     """Returns a sample without its data, so that fewer arrays are passed; slots as they are."""
     if not isinstance(where, Sample):
         return where
-    return casting.copy_arrays(where.replace(data=None))
+    return copy_arrays(where.replace(data=None))
 
 
 @explained
@@ -425,7 +428,7 @@ def edit(
         if not is_traced(state, where, values):
             warn_of_copies(buffer, state)
             where = _without_data(where)
-        return editing.edit(buffer, state, where, casting.copy_arrays(values))
+        return editing.edit(buffer, state, where, copy_arrays(values))
     where = jnp.arange(buffer.capacity, dtype=jnp.int32) if where is None else _without_data(where)
     return host_calls.edit(buffer, state, where, values, objects)
 

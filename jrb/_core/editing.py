@@ -21,7 +21,7 @@ from jrb._xla.compiling import by_description
 from jrb.keys import episode_changes, path_name
 from jrb.ring import Occupancy, Ring
 from jrb.state import Buffer, BufferState, Sample
-from jrb.types import Context, Item, WritePlan
+from jrb.types import Context, Item, SlotsForLeaf, WritePlan
 from jrb.types.messages import episode_ends
 
 Values = dict[str, jax.Array]
@@ -165,25 +165,21 @@ def _all_rows(ring: Ring, held: Occupancy) -> WritePlan:
     )
 
 
-def _slots_by_name(context: Context, names: Iterable[str] | None) -> Callable[[str], jax.Array]:
-    """Returns a function of a leaf's name; it returns all slots `[R, E]`, oldest first, or none."""
+def slots_by_name(context: Context, names: Iterable[str] | None) -> SlotsForLeaf:
+    """Returns the slots at which the leaves in `names` are read completely, and others not at all.
+
+    These are all slots, `[R, E]`, oldest row first, or no slots, `[R, E, 0]`; None for all leaves.
+    """
     slots = context.held.from_oldest(context.ring)
     none = slots[:, :, None][:, :, :0]
     return lambda name: slots if names is None or name in names else none
-
-
-def leaves_of(
-    buffer: Buffer, context: Context, state: BufferState, names: Iterable[str] | None
-) -> Item:
-    """Reads the leaves in `names` at all slots, `[R, E, ...]`, oldest row first; others empty."""
-    return buffer.storage.read(context, state.storage, _slots_by_name(context, names))
 
 
 @by_description("names")
 def locate_leaves(buffer: Buffer, state: BufferState, names: frozenset[str]) -> Any:
     """Returns where a storage on the host reads all slots `[R, E]` of some leaves."""
     context, storage = context_of(buffer, state.writer), buffer.storage
-    return storage.locate(context, state.storage, _slots_by_name(context, names))
+    return storage.locate(context, state.storage, slots_by_name(context, names))
 
 
 @by_description()
@@ -192,7 +188,7 @@ def cuts(buffer: Buffer, state: BufferState) -> jax.Array:
     context = context_of(buffer, state.writer)
     slots = context.held.from_oldest(context.ring)
     names, over = flags(buffer, state), buffer.unit.is_episode_end(context, state.unit, slots)
-    items = leaves_of(buffer, context, state, names)
+    items = buffer.storage.read(context, state.storage, slots_by_name(context, names))
     return over & ~flagged_ends(buffer, context, items) if names else over
 
 
@@ -212,7 +208,8 @@ def flagged_ends(buffer: Buffer, context: Context, items: Item) -> jax.Array:
 def with_ends(buffer: Buffer, state: BufferState, cuts: jax.Array) -> BufferState:
     """Rebuilds unit and sampler from the new flags, and from ends without a flag, `cuts`."""
     context = context_of(buffer, state.writer)
-    items = leaves_of(buffer, context, state, flags(buffer, state))
+    where = slots_by_name(context, flags(buffer, state))
+    items = buffer.storage.read(context, state.storage, where)
     plan = _all_rows(context.ring, context.held)
     return _rebuild_index(buffer, context, state, items, cuts, plan)
 
@@ -263,7 +260,7 @@ def _rewrite_all_rows(
     safe = jnp.minimum(slots, ring.capacity - 1)
     # The items are read oldest first, so the item of a slot is at the rank of the slot.
     at = jnp.where(slots < ring.capacity, context.held.rank(ring, safe), ring.capacity)
-    items = leaves_of(buffer, context, state, None)
+    items = buffer.storage.read(context, state.storage, slots_by_name(context, None))
     before = jnp.zeros((ring.rows, ring.envs), jnp.bool_)
     if not buffer.unit.one_row:
         before = cuts(buffer, state)

@@ -6,6 +6,7 @@ B batch, T time, E environments, N capacity.
 
 import dataclasses
 import functools
+import hashlib
 from typing import Any
 
 import jax
@@ -13,11 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jrb._core import transforming
+from jrb._util import pytree
 from jrb._xla import dependencies, gather
-from jrb._xla.compiling import by_description, standalone_program
+from jrb._xla.compiling import by_description, kept_by_description, standalone_program
 from jrb.keys import episode_changes
-from jrb.state import Buffer, BufferState, Sample, origin_of
+from jrb.state import Buffer, BufferState, Sample
 from jrb.types import (
+    AnchorUpdate,
     Context,
     Draw,
     DrawCounts,
@@ -28,7 +31,6 @@ from jrb.types import (
     ShardStats,
     SlotsForLeaf,
     TransformContext,
-    Unit,
     WritePlan,
 )
 from jrb.types.messages import PartState, put_rows
@@ -41,10 +43,8 @@ def context_of(buffer: Buffer, writer: PartState) -> Context:
     return Context(buffer.ring, buffer.keys, held, _reads_windows(buffer.unit))
 
 
-@functools.lru_cache(maxsize=64)
-def _reads_windows(unit: Unit) -> bool:
-    # Cached, as units of users may compute `row_steps`, and each step needs a context.
-    return unit.row_steps is not None
+# Cached, as units of users may compute `row_steps`, and each step needs a context.
+_reads_windows = functools.lru_cache(maxsize=64)(lambda unit: unit.row_steps is not None)
 
 
 @by_description()
@@ -171,9 +171,20 @@ def _update_index(
     unit, change = buffer.unit.on_write(context, state.unit, plan, items)
     change = dataclasses.replace(change, incoming=incoming)
     # `change` counts departed anchors in the order before the write; `anchors` are from after it.
-    anchors = buffer.unit.anchors(context_of(buffer, writer), unit)
+    state = state.replace(writer=writer, unit=unit)
+    return _update_sampler(buffer, context_of(buffer, writer), state, change)
+
+
+def _update_sampler(
+    buffer: Buffer, context: Context, state: BufferState, change: AnchorUpdate
+) -> BufferState:
+    """Returns the state after its sampler saw which anchors entered and departed."""
+    # A sampler whose state has no arrays keeps no account of anchors.
+    if not jax.tree.leaves(state.sampler):
+        return state
+    anchors = buffer.unit.anchors(context, state.unit)
     sampler = buffer.sampler.on_write(buffer.ring, state.sampler, change, anchors)
-    return state.replace(writer=writer, sampler=sampler, unit=unit)
+    return state.replace(sampler=sampler)
 
 
 @by_description()
@@ -395,6 +406,24 @@ def assemble(
     )
 
 
+@kept_by_description
+def origin_of(buffer: Buffer) -> str:
+    """Returns the `origin` of samples, such as "ReplayBuffer(capacity=64) 5f0a6c9d81e2".
+
+    Equal descriptions have equal origins, in every process and after pickling. Functions are
+    compared by their names: all lambdas that one function makes are equal.
+    """
+    # Leave out the fields that affect neither the content of a slot nor which slots are drawn.
+    left_out = ("batch_size", "transforms", "storage", "min_size", "cast", "requires_mask")
+    names = [field.name for field in dataclasses.fields(buffer) if field.name not in left_out]
+    values = tuple(getattr(buffer, name) for name in names)
+    # Use a digest, as the text of a description may have thousands of characters.
+    digest = hashlib.blake2b(pytree.stable_text(values).encode(), digest_size=6).hexdigest()
+    pairs = zip(names, values, strict=True)
+    sizes = ", ".join(f"{name}={value}" for name, value in pairs if type(value) is int)
+    return f"{pytree.public_class(buffer)}({sizes}) {digest}"
+
+
 def _delay_reads_until(where: SlotsForLeaf, token: jax.Array) -> SlotsForLeaf:
     """Returns slots that depend on `token`; leaves that shared an array still share one."""
     # By the `id` of an array, which is kept too, so that no other gets this `id`. Leaves that share
@@ -514,11 +543,7 @@ def _end_episodes(
         pairs = zip(learners, state.transforms, strict=True)
         state = state.replace(transforms=tuple(it.truncate(own, which) for it, own in pairs))
     # Without a change, no anchor enters or departs.
-    if change is None:
-        return state
-    anchors = buffer.unit.anchors(context, unit)
-    sampler = buffer.sampler.on_write(buffer.ring, state.sampler, change, anchors)
-    return state.replace(sampler=sampler)
+    return state if change is None else _update_sampler(buffer, context, state, change)
 
 
 @by_description()

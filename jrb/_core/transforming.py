@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,16 +39,11 @@ def _apply(
     transform: Any, number: int, data: Item, batch: TransformContext, state: PartState
 ) -> Any:
     # A plain function has no `apply`, and takes data alone.
-    apply = method(transform, "apply")
+    apply = getattr(transform, "apply", None)
     if apply is None:
         return transform(data)
     key = random_bits.fold(batch.key, _FIRST + number)
     return apply(data, dataclasses.replace(batch, key=key, state=state))
-
-
-def method(transform: Any, name: str) -> Callable[..., Any] | None:
-    """Returns a method of a transform; None for a plain function, or if the method is missing."""
-    return getattr(transform, name, None)
 
 
 def count_fixed(transforms: tuple) -> int:
@@ -60,16 +54,11 @@ def count_fixed(transforms: tuple) -> int:
     return kinds.index(False) if False in kinds else len(kinds)
 
 
-def inverses(transforms: tuple) -> list[Callable[[Any], Any]]:
-    """Returns the `inverse` methods that transforms have, from the last transform to the first."""
-    methods = [method(transform, "inverse") for transform in reversed(transforms)]
-    return [inverse for inverse in methods if inverse is not None]
-
-
 def apply_inverses(transforms: tuple, item: Item) -> Any:
     """Returns the item to store: an item of the user after all inverse transforms."""
-    for inverse in inverses(transforms):
-        item = inverse(item)
+    for transform in reversed(transforms):
+        inverse = getattr(transform, "inverse", None)
+        item = item if inverse is None else inverse(item)
     return item
 
 

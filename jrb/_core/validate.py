@@ -1,4 +1,4 @@
-"""Checks that a state belongs to a description, and that its arrays can be used.
+"""Checks that a state belongs to a description, that its arrays can be used, and that items fit.
 
 `blank` makes an empty state, and `check_state` compares a state with it. Only structure, shapes and
 dtypes are compared, and the result is cached: the check costs nothing when a compiled method runs,
@@ -19,8 +19,8 @@ import numpy as np
 
 from jrb._core import transforming
 from jrb._core.steps import context_of
-from jrb._util import pytree, wording
-from jrb._util.pytree import Leaf, SpecKey
+from jrb._util import casting, pytree, wording
+from jrb._util.pytree import Leaf, PyTree, SpecKey
 from jrb._xla import compat
 from jrb._xla.compiling import kept_by_description, with_unified_arguments
 from jrb.keys import no_numbers
@@ -36,6 +36,10 @@ _RESIZE = (
     "To bring the newest rows to another size, save the state with its own description, and load "
     "it by jrb.load(path, capacity=..., num_envs=...)."
 )
+# Scalars of NumPy, numbers of Python, and dtypes that JAX keeps.
+_SCALARS = (np.number, np.bool_)
+_NUMBER = bool | int | float | complex
+_KEPT = frozenset(map(np.dtype, ("?", *"bBhHiIefF", jnp.bfloat16)))
 _PARTS = ("writer", "unit", "sampler", "storage", "transforms")
 
 
@@ -171,13 +175,14 @@ def check(buffer: Buffer, state: BufferState) -> None:
     _checks(buffer)(structure, kinds)
 
 
-@kept_by_description
-def _checks(buffer: Buffer) -> Callable[[Any, tuple], None]:
-    return functools.lru_cache(maxsize=64)(functools.partial(_check, buffer))
+# Success is cached for each description.
+_checks: Callable[[Buffer], Callable[[Any, tuple], None]] = kept_by_description(
+    lambda buffer: functools.lru_cache(maxsize=64)(functools.partial(_check, buffer))
+)
 
 
 def _check(buffer: Buffer, structure: Any, kinds: tuple) -> None:
-    """Checks the structure, shapes and dtypes of a state; success is cached."""
+    """Checks the structure, shapes and dtypes of a state."""
 
     def without_axes(count: int) -> BufferState:
         leaves = [jax.ShapeDtypeStruct(shape[count:], dtype) for shape, dtype in kinds]
@@ -250,6 +255,114 @@ def _size(ring: Ring | None, other: Ring | None) -> str:
         return "no ring"
     same = other is not None and ring.envs == other.envs
     return f"capacity {ring.capacity}" + ("" if same else f" with num_envs={ring.envs}")
+
+
+# Items.
+
+
+def read_items(items: PyTree, what: str, cast: bool = False) -> Any:
+    """Returns items whose leaves are numbers, or arrays in the machine's byte order.
+
+    With `cast`, NumPy's arrays get dtypes that JAX keeps. Raises for a list of numbers, as JAX
+    would make each number a leaf.
+    """
+    # Most items need no conversion, and this runs at every call.
+    if not all(map(_is_plain, jax.tree.leaves(items))):
+        # A list that has a number, or another list, is one leaf.
+        is_numbers = lambda it: (
+            isinstance(it, list) and any(isinstance(entry, _NUMBER | list) for entry in it)
+        )
+        name = lambda path: f"{what}: leaf '{pytree.leaf_name(path)}'"
+        convert = lambda path, leaf: _as_array(name(path), leaf)
+        items = jax.tree_util.tree_map_with_path(convert, items, is_leaf=is_numbers)
+    return casting.cast_for_jax(items, what) if cast else items
+
+
+def fit_items(
+    spec: PyTree,
+    items: PyTree,
+    what: str,
+    mend: str,
+    lead: tuple[int, ...] = (),
+    cast: bool = False,
+) -> Any:
+    """Returns items with the structure and dtypes of `spec`, and its shapes after `lead`.
+
+    With `cast`, dtypes are converted where that is safe. Raises for all else that differs; `what`
+    and `mend` begin and end the message.
+    """
+    if cast:
+        items = casting.cast_to_spec(spec, items, what)
+    pytree.check_like(spec, items, what, mend, lead, casts=cast)
+    return items
+
+
+def _is_plain(leaf: Leaf) -> bool:
+    """Returns True if a leaf can stay as it is; it must be quick, as it runs at every call."""
+    if type(leaf) is np.ndarray:
+        return leaf.dtype.isnative
+    # NumPy's float64 and complex128 are Python numbers too, and lists of them must be refused.
+    is_scalar = isinstance(leaf, _SCALARS) and leaf.dtype in _KEPT
+    return is_scalar or isinstance(leaf, jax.Array)
+
+
+def _as_array(where: str, leaf: Leaf) -> Any:
+    if np.ma.is_masked(leaf):
+        raise ValueError(f"{where}: expected values everywhere, got a masked array. Fill it.")
+    # Convert arrays of other libraries, whose classes may raise anything.
+    if not _is_plain(leaf) and hasattr(leaf, "__array__"):
+        try:
+            leaf = np.asarray(leaf)
+        except Exception as error:
+            kind = type(leaf).__name__
+            raise TypeError(f"{where}: expected an array, got {kind}: {error}") from error
+    if not (pytree.is_array(leaf) or isinstance(leaf, _NUMBER)):
+        raise pytree.no_array(where, leaf)
+    # JAX takes only the byte order of the machine.
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.isnative:
+        return leaf
+    return leaf.astype(leaf.dtype.newbyteorder("="))
+
+
+def accept_items(items: PyTree, what: str, cast: bool) -> Any:
+    """Returns items with dtypes that `jit` keeps, else raises; NumPy's arrays are copied."""
+    # Copy the leaves, if all are arrays with dtypes that JAX keeps. This is done in one pass:
+    # between two compiled calls, each look at a leaf costs 1 us.
+    leaves, structure = jax.tree.flatten(items)
+    copies = []
+    for leaf in leaves:
+        is_scalar = isinstance(leaf, _SCALARS)
+        if is_scalar or type(leaf) is np.ndarray:
+            if leaf.dtype not in _KEPT:
+                break
+            copies.append(leaf if is_scalar else leaf.copy())
+        elif isinstance(leaf, jax.Array):
+            copies.append(leaf)
+        else:
+            break
+    else:
+        return structure.unflatten(copies)
+    # Else convert them. A spec raises where `jit` would, or where it would change a dtype.
+    items = read_items(items, what)
+    if not all(map(casting.is_kept, jax.tree.leaves(items))):
+        items = casting.cast_for_jax(items, what) if cast else items
+        pytree.spec_of(items, what)
+    return copy_arrays(items)
+
+
+def copy_arrays(tree: PyTree) -> Any:
+    """Copies NumPy arrays, as the caller may write to them as soon as a method has returned."""
+    # JAX reads a NumPy array in place, and sometimes only after a call has returned: by then, an
+    # environment may have written its next observation there.
+    return jax.tree.map(copy_array, tree)
+
+
+def copy_array(leaf: Leaf) -> Any:
+    """Returns a copy of a NumPy array, and anything else unchanged."""
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+# Errors of JAX.
 
 
 class DonatedError(ValueError):
@@ -360,10 +473,8 @@ _FLOAT32 = np.dtype(np.float32)
 _BITS_OF_INFINITY = 0x7F800000  # the bits of NaN and of negative numbers are larger as uint32
 
 
-@kept_by_description
-def _warned_of(description: Hashable) -> set[str]:
-    """Returns a set of what users of this description were warned of, to add to."""
-    return set()
+# What users of a description were warned of, a set to add to.
+_warned_of: Callable[[Hashable], set[str]] = kept_by_description(lambda description: set())
 
 
 def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None:

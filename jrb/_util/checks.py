@@ -1,6 +1,5 @@
 """Checks of the arguments that users pass to methods, made before anything is written."""
 
-import functools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._util import casting, pytree
+from jrb._util import pytree
 from jrb._util.pytree import Leaf, PyTree
 
 _INTEGERS = int | np.integer
@@ -42,50 +41,6 @@ def multiple(capacity: int, envs: int) -> None:
         )
 
 
-def key(value: Leaf) -> None:
-    """Raises unless a value is one PRNG key, typed or old-style."""
-    # The first test is that of `jnp.issubdtype`, which is slow.
-    dtype = getattr(value, "dtype", None)
-    if getattr(dtype, "type", None) is jax.dtypes.prng_key:
-        shape = ()
-    elif dtype == jnp.uint32:
-        # JAX adds its options to this class as it is imported.
-        default = jax.config.jax_default_prng_impl  # pyright: ignore[reportAttributeAccessIssue]
-        shape = _old_style_shape(default)
-    else:
-        raise TypeError(
-            f"key: expected a PRNG key, got {value!r}. Make one with jax.random.key(0)."
-        )
-    if value.shape != shape:
-        raise ValueError(
-            f"key: expected a single key, of shape {shape}, got shape {value.shape}. "
-            "Take one of them, or vmap over them."
-        )
-
-
-def seed_or_key(value: Leaf) -> Leaf:
-    """Returns an integer, a seed in place of a key, as uint32; and anything else as it is."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        return value
-    if not 0 <= value < 2**32:
-        raise ValueError(f"key: expected a key, or a seed from 0 to 2**32 - 1, got {value}.")
-    return np.uint32(value)
-
-
-def key_or_seed(value: Leaf) -> jax.Array:
-    """Returns a single PRNG key: the given one, or that of an integer; raises for anything else."""
-    value = seed_or_key(value)
-    value = jax.random.key(value) if type(value) is np.uint32 else value
-    key(value)
-    return value
-
-
-@functools.lru_cache
-def _old_style_shape(implementation: str) -> tuple[int, ...]:
-    """Returns the shape of an old-style key, which is an array of uint32."""
-    return jax.eval_shape(lambda: jax.random.PRNGKey(0, impl=implementation)).shape
-
-
 def mask(method: str, value: object, shape: tuple[int, ...], meaning: str) -> jax.Array:
     """Returns a mask as a JAX array; raises unless it is bool and of this shape."""
     array = value if isinstance(value, jax.Array) else np.array(value)
@@ -105,7 +60,9 @@ def number(name: str, value: Leaf) -> jax.Array:
     """Returns a single real number, traced or not, as float32 `[]`; raises for other values."""
     if isinstance(value, str) or jnp.shape(value):
         raise TypeError(f"{name}: expected a single number, got {value!r}.")
-    return jnp.asarray(casting.copy_array(value)).astype(jnp.float32)
+    # The caller may write to an array of NumPy as soon as the method has returned.
+    value = value.copy() if isinstance(value, np.ndarray) else value
+    return jnp.asarray(value).astype(jnp.float32)
 
 
 def indices(method: str, value: object) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any, Self, TypeVar, dataclass_transform
@@ -109,6 +110,35 @@ def changed_fields(description: Any) -> list[tuple[str, Any]]:
 def is_component(cls: Any) -> bool:
     """Returns True if a class was made a description by `component`."""
     return cls in _COMPONENTS
+
+
+def stable_text(value: Any) -> str:
+    """Returns a text that is the same for equal values, in every process."""
+    # NumPy's numbers and Python's are equal, and must give one text.
+    if isinstance(value, np.generic):
+        value = value.item()
+    # True, 1 and 1.0 are equal too.
+    if isinstance(value, int | float):
+        return repr(int(value) if value == value // 1 else value)
+    if isinstance(value, np.dtype):
+        return repr(value.name)
+    if value is None or isinstance(value, str | bytes | os.PathLike):
+        return repr(value)
+    if isinstance(value, tuple):
+        return "(" + ",".join(map(stable_text, value)) + ")"
+    # Functions and classes have a name; other parts are described by their fields.
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value):
+        entries = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return public_class(value) + stable_text(tuple(entries))
+    # The repr of any other value may have its address in memory.
+    return public_class(value)
+
+
+def public_class(value: Any) -> str:
+    """Returns the name of the value's class; if private, that of its first public base."""
+    return next(cls.__name__ for cls in type(value).__mro__ if not cls.__name__.startswith("_"))
 
 
 def static(*, default: Any) -> Any:
@@ -387,11 +417,6 @@ def are_alike(one: PyTree, other: PyTree) -> bool:
 def is_array(thing: PyTree) -> bool:
     """Returns True for an array or a spec of one: anything with a shape and a dtype."""
     return hasattr(thing, "shape") and hasattr(thing, "dtype")
-
-
-def dtype_of(thing: PyTree) -> Any:
-    """Returns the dtype of an array or a spec of one; None for anything else."""
-    return getattr(thing, "dtype", None)
 
 
 def widen(leaf: jax.Array) -> jax.Array:

@@ -91,7 +91,7 @@ def unify_arguments(arguments: Any) -> Any:
     """Stops gradients of the arrays in a pytree, and lets all vary over the same mesh axes."""
     arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
     axes = frozenset()
-    if in_shard_map():
+    if manual_axes():
         # All axes of all arrays: JAX refuses branches and carries that mix types.
         axes = axes.union(*(varying_axes(jax.typeof(array)) for array in arrays))
 
@@ -118,12 +118,8 @@ def vary(array: jax.Array, axes: Axes) -> jax.Array:
     return array if compat.CAST_TO_VARYING is None else compat.CAST_TO_VARYING(array, missing)
 
 
-def in_shard_map() -> bool:
-    return bool(manual_axes())
-
-
 def manual_axes() -> Axes:
-    """Returns the mesh axes of the enclosing `jax.shard_map`; none outside of one."""
+    """Returns the mesh axes of the enclosing `jax.shard_map`; an empty set outside of one."""
     if not compat.HAS_MESH_IN_TYPES:
         return frozenset()
     return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))

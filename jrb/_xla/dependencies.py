@@ -45,30 +45,27 @@ def evaluate_once(compute: Callable[[], T]) -> T:
 
     def taken() -> T:
         out = compute()
-        if compiling.in_shard_map() or not compat.HAS_MESH_IN_TYPES:
+        if compiling.manual_axes() or not compat.HAS_MESH_IN_TYPES:
             types.append(jax.eval_shape(lambda: out))
         else:
             # A hundred times faster to trace, and the types include mesh axes.
             types.append(jax.tree.map(jax.typeof, out))
         return out
 
-    def never_taken() -> Any:
-        # JAX traces this branch after `taken`, whose types save a second tracing of `compute`.
-        return jax.tree.map(_never_seen, types[0] if types else jax.eval_shape(compute))
-
+    # JAX traces this branch after `taken`, whose types save a second tracing of `compute`.
+    like = lambda: types[0] if types else jax.eval_shape(compute)
     # The condition is constant, so that `vmap` keeps the conditional. XLA's CPU compiler cannot see
     # that it is true. Other backends can, and remove the conditional: it would wait for the host.
-    return lax.cond(_always(), taken, never_taken)
+    return lax.cond(_always(), taken, lambda: jax.tree.map(_never_seen, like()))
 
 
-@functools.partial(jax.jit, inline=True)  # traced once
-def _always() -> jax.Array:
-    return opaque(1) == 1
+_always = jax.jit(lambda: opaque(1) == 1, inline=True)  # traced once
 
 
 def _never_seen(like: Any) -> Any:
     """Returns the array of this type that XLA compiles most quickly, for a branch never taken."""
-    is_key, in_shard_map = jnp.issubdtype(like.dtype, jax.dtypes.prng_key), compiling.in_shard_map()
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    in_shard_map = bool(compiling.manual_axes())
     is_small = like.size > 1 and like.size * like.dtype.itemsize <= _SMALL
     # Inside `jax.shard_map` the constant would have to be cast to vary over mesh axes.
     if is_small and not is_key and not in_shard_map:
@@ -103,7 +100,7 @@ def loop(
     """Runs `lax.fori_loop(0, trips, body, carry)`, inside `jax.shard_map` too."""
     # Inside `jax.shard_map`, the initial carry has to vary over all mesh axes over which the body's
     # result varies. That result may vary over more axes once the carry does: repeat until it stays.
-    while compiling.in_shard_map():
+    while compiling.manual_axes():
         leaves, structure = jax.tree.flatten(carry)
         after = jax.tree.leaves(jax.eval_shape(body, 0, carry))
         axes = [compiling.varying_axes(leaf) for leaf in after]
@@ -124,10 +121,10 @@ def max_over_batch(count: jax.Array) -> jax.Array:
     return count
 
 
-@max_over_batch.def_vmap
-def _max_of_all(size: int, batched: list[bool], count: jax.Array) -> tuple[jax.Array, bool]:
-    # The call of `max_over_batch` itself is for an outer `vmap`.
-    return max_over_batch(jnp.max(count) if batched[0] else count), False
+# The call of `max_over_batch` itself is for an outer `vmap`.
+max_over_batch.def_vmap(
+    lambda size, batched, count: (max_over_batch(jnp.max(count) if batched[0] else count), False)
+)
 
 
 @jax.custom_batching.custom_vmap
@@ -143,7 +140,7 @@ def _flag_of_all(size: int, batched: list[bool], flag: jax.Array) -> tuple[jax.A
         return unbatched_flag(flag), False
     # JAX refuses branches and carries unless the new flag varies over the mesh axes of the old one.
     one = jnp.int32(1)
-    if compiling.in_shard_map():
+    if compiling.manual_axes():
         one = compiling.vary(one, compiling.varying_axes(jax.typeof(flag)))
     return one, False
 
@@ -190,11 +187,8 @@ def zero_depending_on(reads: Any) -> jax.Array:
 
 def delay_writes_until(state: T, token: jax.Array) -> T:
     """Returns the state with `token`, an int32 zero, added to all cursors: writes wait for it."""
-
-    def delay_cursor(mark: str, value: jax.Array) -> jax.Array:
-        return value + token.astype(value.dtype) if mark == "cursor" else value
-
-    return pytree.map_marks(state, delay_cursor)
+    delay = lambda mark, value: value + token.astype(value.dtype) if mark == "cursor" else value
+    return pytree.map_marks(state, delay)
 
 
 def emptied(state: T, token: jax.Array) -> T:

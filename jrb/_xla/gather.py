@@ -68,10 +68,8 @@ def _read_times(read: Callable[..., T], times: int) -> Callable[..., T]:
     @run.def_vmap
     def run_all(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[T, Any]:
         axes = [0 if is_batched else None for is_batched in batched]
-
-        def read_all(times: int, *arrays: jax.Array) -> T:
-            return jax.vmap(functools.partial(read, times), axes, axis_size=size)(*arrays)
-
+        batch = lambda function: jax.vmap(function, axes, axis_size=size)
+        read_all = lambda times, *arrays: batch(functools.partial(read, times))(*arrays)
         # The batched read has such a rule again: a further `vmap` multiplies `times` once more.
         result = _read_times(read_all, times * size)(*arrays)
         return result, jax.tree.map(lambda _: True, result)
@@ -96,9 +94,9 @@ def _put_rows(room: jax.Array, rows: jax.Array) -> jax.Array:
     return _put_slice(room, rows, (start, *[jnp.zeros_like(start)] * (rows.ndim - 1)))
 
 
-@jax.custom_batching.custom_vmap
-def _put_slice(room: jax.Array, rows: jax.Array, starts: tuple[jax.Array, ...]) -> jax.Array:
-    return lax.dynamic_update_slice(room, rows, starts)
+_put_slice = jax.custom_batching.custom_vmap(
+    lambda room, rows, starts: lax.dynamic_update_slice(room, rows, starts)
+)
 
 
 @_put_slice.def_vmap
@@ -109,10 +107,6 @@ def _put_slices(
     room = room if batched[0] else jnp.broadcast_to(room, (size, *room.shape))
     rows = rows if batched[1] else jnp.broadcast_to(rows, (size, *rows.shape))
     return _put_slice(room, rows, (jnp.zeros_like(starts[0]), *starts)), True
-
-
-def from_scratch(room: jax.Array) -> jax.Array:
-    return room[:-1]
 
 
 def loop(
@@ -149,13 +143,13 @@ def loop(
             def rows_at(array: jax.Array, first: jax.Array) -> jax.Array:
                 # The rows pass through the carried scratch: XLA fuses the gather into the write.
                 rooms.append(hold(room, rows_from(array, first, width)))
-                return from_scratch(rooms[0])
+                return rooms[0][:-1]
 
             return step(number, carry, rows_at), rooms[0]
 
         start = carry, scratch(array, count, width)
         carry, room = dependencies.loop(trips, turn, start, unroll)
-        return carry, from_scratch(room)
+        return carry, room[:-1]
 
     def hold_in_new(room: jax.Array, rows: jax.Array) -> jax.Array:
         # Other backends get a new scratch in each step, which XLA optimizes away.
@@ -214,9 +208,7 @@ Gather = tuple[Callable[[], jax.Array], bool, Callable[[jax.Array], Any]]
 
 def read_each(gathers: list[Gather]) -> list[Any]:
     """Runs gathers, each exactly once; returns the rows of each, its function applied to them."""
-
-    def gather_all() -> list[Any]:
-        return [rows() if is_few else change(rows()) for rows, is_few, change in gathers]
+    gather_all = lambda: [read() if few else change(read()) for read, few, change in gathers]
 
     def hold_few(results: list[Any]) -> list[Any]:
         blank = lambda rows: jnp.zeros_like(scratch(rows, *rows.shape))
@@ -225,7 +217,7 @@ def read_each(gathers: list[Gather]) -> list[Any]:
 
     # Few rows leave their scratch only out here, so their function is applied to them here too.
     pairs = zip(dependencies.materialize(gather_all, hold_few), gathers, strict=True)
-    return [change(from_scratch(rows)) if is_few else rows for rows, (_, is_few, change) in pairs]
+    return [change(rows[:-1]) if is_few else rows for rows, (_, is_few, change) in pairs]
 
 
 def read_items(*pairs: tuple[jax.Array, jax.Array], mode: str = "promise_in_bounds") -> list[Any]:

@@ -1,5 +1,6 @@
-"""Random bits, integers in ranges that are too large for float32, and a random permutation."""
+"""PRNG keys, random bits, integers in ranges too large for float32, and a random permutation."""
 
+import functools
 import math
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jrb._util.pytree import Leaf
 from jrb._xla import dependencies
 
 # The bits by which Threefry-2x32 rotates, in turns, in four rounds each.
@@ -14,6 +16,50 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _HALF, _LOW = np.uint32(16), np.uint32(0xFFFF)
 # Rounds of a permutation. Each leaves about 0.6 of a pair's bias: enough for any n below 2^31.
 _ROUNDS = 64
+
+
+def check_key(value: Leaf) -> None:
+    """Raises unless a value is one PRNG key, typed or old-style."""
+    # The first test is that of `jnp.issubdtype`, which is slow.
+    dtype = getattr(value, "dtype", None)
+    if getattr(dtype, "type", None) is jax.dtypes.prng_key:
+        shape = ()
+    elif dtype == jnp.uint32:
+        # JAX adds its options to this class as it is imported.
+        default = jax.config.jax_default_prng_impl  # pyright: ignore[reportAttributeAccessIssue]
+        shape = _old_style_shape(default)
+    else:
+        raise TypeError(
+            f"key: expected a PRNG key, got {value!r}. Make one with jax.random.key(0)."
+        )
+    if value.shape != shape:
+        raise ValueError(
+            f"key: expected a single key, of shape {shape}, got shape {value.shape}. "
+            "Take one of them, or vmap over them."
+        )
+
+
+def seed_or_key(value: Leaf) -> Leaf:
+    """Returns an integer, a seed in place of a key, as uint32; and anything else as it is."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        return value
+    if not 0 <= value < 2**32:
+        raise ValueError(f"key: expected a key, or a seed from 0 to 2**32 - 1, got {value}.")
+    return np.uint32(value)
+
+
+def key_or_seed(value: Leaf) -> jax.Array:
+    """Returns a single PRNG key: the given one, or that of an integer; raises for anything else."""
+    value = seed_or_key(value)
+    value = jax.random.key(value) if type(value) is np.uint32 else value
+    check_key(value)
+    return value
+
+
+@functools.lru_cache
+def _old_style_shape(implementation: str) -> tuple[int, ...]:
+    """Returns the shape of an old-style key, which is an array of uint32."""
+    return jax.eval_shape(lambda: jax.random.PRNGKey(0, impl=implementation)).shape
 
 
 def bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jrb._xla import random_bits
 from jrb._xla.compiling import by_description
 from jrb.authoring import checks, context_of
 from jrb.buffer import ReplayBuffer
@@ -61,7 +62,7 @@ def draws(
     facts.check_state(buffer, state, "plot.draws")
     facts.check_concrete(key, "plot.draws: key")
     try:
-        checks.key(key)
+        random_bits.check_key(key)
         checks.count("n", n)
     except (TypeError, ValueError) as error:
         raise type(error)(f"plot.draws: {error}") from None

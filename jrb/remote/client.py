@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb.authoring import casting, checks
+from jrb._core.validate import copy_arrays
+from jrb.authoring import checks
 from jrb.buffer import ReplayBuffer
 from jrb.limits import SampleToInsert
 from jrb.remote import setup as setups
@@ -300,7 +301,7 @@ class Remote:
         else:
             priorities = setups.copy_as_float32("update_priority: priorities", priorities)
         entry = sample.info["shard"], sample.indices, sample.stamp, sample.mask, priorities
-        self._unsent_updates.append(casting.copy_arrays(entry))
+        self._unsent_updates.append(copy_arrays(entry))
         self._send_updates(all_of_them=False)
 
     def _send_updates(self, all_of_them: bool) -> None:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._core.steps import origin_of
+from jrb._core.validate import fit_items, read_items
 from jrb.authoring import (
     absolute_path,
-    casting,
     checks,
     enable_x64,
     leaf_names,
@@ -22,7 +23,6 @@ from jrb.buffer import ReplayBuffer
 from jrb.limits import SampleToInsert
 from jrb.remote import gate
 from jrb.samplers import Lifo, Prioritized, Queue, Uniform, WithoutReplacement
-from jrb.state import origin_of
 from jrb.storages import MemmapStorage, SpillStorage
 from jrb.types import Item, PrioritizedSampler
 from jrb.writers import PerEnvironment, RoundRobin
@@ -160,7 +160,7 @@ def spec_of_example(buffer: ReplayBuffer, example: Item) -> Item:
     """Returns the spec of one item that a stream sends; raises for dtypes that NumPy lacks."""
     if not isinstance(buffer, ReplayBuffer):
         raise TypeError(f"serve: expected a ReplayBuffer, got {type(buffer).__name__}.")
-    spec = spec_of(casting.read_items(example, "serve", buffer.cast), "serve")
+    spec = spec_of(read_items(example, "serve", buffer.cast), "serve")
     for name, leaf in zip(leaf_names(spec), jax.tree.leaves(spec), strict=True):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
@@ -186,11 +186,11 @@ def path_of(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> str | 
 
 def convert_items(setup: Setup, items: Item) -> list[np.ndarray]:
     """Returns the leaves of items as checked NumPy arrays, without using a JAX device."""
-    items = casting.read_items(items, "extend", setup.buffer.cast)
+    items = read_items(items, "extend", setup.buffer.cast)
     lead = (checks.length(items), *setup.lead)
     axes = "[T, ...]" if len(lead) == 1 else "[T, E, ...], E = num_envs"
     mend = f"Give timesteps of one stream, leaves {axes}."
-    items = casting.fit_items(setup.spec, items, "extend", mend, lead, setup.buffer.cast)
+    items = fit_items(setup.spec, items, "extend", mend, lead, setup.buffer.cast)
     return list(map(np.asarray, jax.tree.leaves(items)))
 
 

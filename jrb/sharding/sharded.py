@@ -13,14 +13,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._core import eager, memory, steps, transforming
 from jrb._core.lengths import lengths_of
-from jrb._core.validate import check_donated, explained, on_host, takes_state, warn_of_copies
+from jrb._core.validate import (
+    accept_items,
+    check_donated,
+    copy_array,
+    explained,
+    on_host,
+    takes_state,
+    warn_of_copies,
+)
 from jrb._util import casting, checks, display, pytree
 from jrb._util.pytree import Leaf, PyTree
 from jrb._xla.compiling import kept_by_description
 from jrb.buffer import ReplayBuffer, draw_arguments
 from jrb.sharding import joint, mesh
 from jrb.sharding.mesh import Cut, Cuts, Layout
-from jrb.state import BufferState, Memory, Sample, check_origin, origin_of
+from jrb.state import BufferState, Memory, Sample, check_origin
 from jrb.types import Item, ShardedSampler
 from jrb.types.messages import Array, PRNGKey
 
@@ -111,8 +119,7 @@ class Sharded:
     def __repr__(self) -> str:
         return display.format_code(self)
 
-    def _repr_html_(self) -> str:
-        return display.tree_html(self)
+    _repr_html_ = display.tree_html
 
     def __reduce__(self) -> Any:
         # Devices cannot be pickled: keep the numbers of those of the mesh.
@@ -172,7 +179,7 @@ class Sharded:
 
     @property
     def _origin(self) -> str:
-        return f"{self.shards} shards of {origin_of(self.buffer)}"
+        return f"{self.shards} shards of {steps.origin_of(self.buffer)}"
 
     def init(self, example: Item) -> Any:
         """Returns empty states, arrays `[S, ...]`, cut over the axis: see `ReplayBuffer.init`."""
@@ -208,7 +215,7 @@ class Sharded:
     ) -> Any:
         """Writes items that have an axis of environments, `axis`."""
         # Check that the items have all environments.
-        items = casting.accept_items(items, name, self.buffer.cast)
+        items = accept_items(items, name, self.buffer.cast)
         if self.buffer.num_envs is not None:
             # Inside a `jax.shard_map`, each device passes its own environments.
             devices = (self.layout.devices() or 1) if self.layout.is_inside() else 1
@@ -333,7 +340,7 @@ class Sharded:
             where: a `Sample`; slots of each shard, int32 `[S, K]`; or `...` for all.
             values: some of the leaves, `[B, ...]`, `[S, K, ...]`, or `[S, N / S, ...]` for `...`.
         """
-        values = casting.accept_items(values, "set", self.buffer.cast)
+        values = accept_items(values, "set", self.buffer.cast)
         if where is ...:
             return self._call("set", state, (values, 0), options=(...,), splits=False)
         splits = isinstance(where, Sample)
@@ -507,7 +514,7 @@ class Sharded:
                     )
                 check_origin(name, argument, self._origin)
                 argument = argument.replace(origin=None)
-            arguments.append(casting.copy_array(argument))
+            arguments.append(copy_array(argument))
         # Cut the arguments. A buffer without environments writes the same rows to each shard.
         is_shared = self.buffer.num_envs is None and method.per_env
         cuts = tuple(None if argument is None or is_shared else cut for argument, cut in pairs)

@@ -147,7 +147,7 @@ class _Running(StatefulTransform):
 
     def _start_moments(self, name: str, leaf: Any) -> Moments:
         """Returns moments before any number, for the spec of a leaf."""
-        kind = pytree.dtype_of(leaf)
+        kind = getattr(leaf, "dtype", None)
         real = (jnp.floating, jnp.integer, jnp.bool_)
         if kind is None or not any(jnp.issubdtype(kind, each) for each in real):
             raise TypeError(

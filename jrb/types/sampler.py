@@ -59,7 +59,7 @@ class Sampler(abc.ABC):
         return DrawCounts() if self.count_draws else {}
 
     def on_write(self, ring: Ring, state: PartState, change: AnchorUpdate, anchors: Anchors) -> Any:
-        """Returns the state after anchors entered and departed.
+        """Returns the state after anchors entered and departed; not called for one without arrays.
 
         Args:
             ring: the ring's shape.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import sum_tree
-from jrb._util import checks, display, pytree
+from jrb._util import display, pytree
 from jrb._xla import dependencies, random_bits
 from jrb.keys import Path, find, path_name, within
 from jrb.ring import Occupancy, Ring
@@ -113,7 +113,7 @@ class MaxValue(OneByOne):
     def init(self, ring: Ring, spec: Item) -> MaxValueState:
         """Returns a state without items; raises if items have no such rank."""
         for leaf in jax.tree.leaves(find(spec, self.key, "MaxValue: key")):
-            dtype = pytree.dtype_of(leaf)
+            dtype = getattr(leaf, "dtype", None)
             is_exact = dtype is not None and (
                 (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4)
                 or (jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize <= 2)
@@ -246,7 +246,7 @@ class Reservoir(OneByOne):
     def __init__(self, key: Any = 0) -> None:
         # An array does not hash, so a PRNG key becomes a tuple of its words.
         if isinstance(key, jax.Array):
-            checks.key(key)
+            random_bits.check_key(key)
             key = tuple(np.asarray(random_bits.seed(key)).tolist())
         object.__setattr__(self, "key", key)
         self.__post_init__()

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jrb._util.pytree import kept_dtype
-from jrb.authoring import absolute_path, call_on_host, casting, checks
+from jrb.authoring import absolute_path, call_on_host, checks, read_items
 from jrb.datasets.reading.names import check
 from jrb.datasets.recording.items import is_keys, item_spec
 from jrb.datasets.recording.writer import RecordWriter
@@ -93,7 +93,7 @@ class Recorder:
         spec = None
         if example is not None:
             what = "Recorder: example"
-            spec = item_spec(casting.read_items(example, what), 0, keys, what)
+            spec = item_spec(read_items(example, what), 0, keys, what)
         self._writer = RecordWriter(self._path, name or str(os.getpid()), chunk)
         # Items in memory are sealed at the end of the program, or of the recorder's life.
         self._end = weakref.finalize(self, self._writer.close)
@@ -139,7 +139,7 @@ class Recorder:
                 memory, and a later call writes them.
             LockedError: this process is a fork of the one that made the recorder.
         """
-        self._take(casting.read_items(item, "add"), self._lead, mask, "add")
+        self._take(read_items(item, "add"), self._lead, mask, "add")
 
     def append(self, items: Any, mask: Any = None) -> None:
         """Records T timesteps, like a buffer's `extend`.
@@ -151,7 +151,7 @@ class Recorder:
         Raises:
             ValueError: as in `add`; so are `TypeError`, `OSError` and `LockedError`.
         """
-        items = casting.read_items(items, "append")
+        items = read_items(items, "append")
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(items)]
         got = "none. For a single timestep there is add"
         check(shapes and shapes[0], "append", "leaves with an axis of time", got)
@@ -185,7 +185,7 @@ class Recorder:
                     f"record: leaf '{leaf_name}': expected a dtype that JAX keeps, got "
                     f"{leaf.dtype}. Set jax_enable_x64, or record other dtypes."
                 )
-        items = casting.read_items(items, "record")
+        items = read_items(items, "record")
         # A further axis in the first leaf is that of time.
         first, lead = jax.tree.leaves(items)[:1], self._lead
         if first and np.ndim(first[0]) - len(spec.specs[0].shape) > len(lead):
