@@ -170,7 +170,8 @@ def _update_index(
     """Updates unit and sampler after a write; `context` is from before it, `writer` from after."""
     unit, change = buffer.unit.on_write(context, state.unit, plan, items)
     change = dataclasses.replace(change, incoming=incoming)
-    # `change` counts departed anchors in the order before the write; `anchors` are from after it.
+    # `change` counts departed anchors in the order before the write. The sampler gets it with the
+    # anchors from after the write.
     state = state.replace(writer=writer, unit=unit)
     return _update_sampler(buffer, context_of(buffer, writer), state, change)
 

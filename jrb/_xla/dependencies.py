@@ -53,10 +53,10 @@ def evaluate_once(compute: Callable[[], T]) -> T:
         return out
 
     # JAX traces this branch after `taken`, whose types save a second tracing of `compute`.
-    like = lambda: types[0] if types else jax.eval_shape(compute)
+    never_taken = lambda: jax.tree.map(_never_seen, types[0] if types else jax.eval_shape(compute))
     # The condition is constant, so that `vmap` keeps the conditional. XLA's CPU compiler cannot see
     # that it is true. Other backends can, and remove the conditional: it would wait for the host.
-    return lax.cond(_always(), taken, lambda: jax.tree.map(_never_seen, like()))
+    return lax.cond(_always(), taken, never_taken)
 
 
 _always = jax.jit(lambda: opaque(1) == 1, inline=True)  # traced once

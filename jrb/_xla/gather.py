@@ -68,8 +68,10 @@ def _read_times(read: Callable[..., T], times: int) -> Callable[..., T]:
     @run.def_vmap
     def run_all(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[T, Any]:
         axes = [0 if is_batched else None for is_batched in batched]
-        batch = lambda function: jax.vmap(function, axes, axis_size=size)
-        read_all = lambda times, *arrays: batch(functools.partial(read, times))(*arrays)
+
+        def read_all(times: int, *arrays: jax.Array) -> T:
+            return jax.vmap(functools.partial(read, times), axes, axis_size=size)(*arrays)
+
         # The batched read has such a rule again: a further `vmap` multiplies `times` once more.
         result = _read_times(read_all, times * size)(*arrays)
         return result, jax.tree.map(lambda _: True, result)
@@ -141,7 +143,8 @@ def loop(
             rooms: list[jax.Array] = []
 
             def rows_at(array: jax.Array, first: jax.Array) -> jax.Array:
-                # The rows pass through the carried scratch: XLA fuses the gather into the write.
+                # The rows pass through the carried scratch, which has a further row: XLA fuses the
+                # gather into the write.
                 rooms.append(hold(room, rows_from(array, first, width)))
                 return rooms[0][:-1]
 

@@ -59,7 +59,9 @@ class Sampler(abc.ABC):
         return DrawCounts() if self.count_draws else {}
 
     def on_write(self, ring: Ring, state: PartState, change: AnchorUpdate, anchors: Anchors) -> Any:
-        """Returns the state after anchors entered and departed; not called for one without arrays.
+        """Returns the state after anchors entered and departed.
+
+        It is not called if the state has no arrays, as there is nothing to update.
 
         Args:
             ring: the ring's shape.
