@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers 
     from jrb._core.validate import CopyWarning as CopyWarning
     from jrb._core.validate import DonatedError as DonatedError
     from jrb._core.validate import PriorityWarning as PriorityWarning
-    from jrb._store.errors import StaleError as StaleError
+    from jrb._store.files import StaleError as StaleError
     from jrb.buffer import ReplayBuffer as ReplayBuffer
     from jrb.buffer import from_items as from_items
     from jrb.checkpoint import load as load

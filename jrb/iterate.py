@@ -16,7 +16,7 @@ import jax
 
 from jrb._core.steps import num_anchors, origin_of
 from jrb._core.validate import DonatedError, check_not_deleted, check_outside_jit
-from jrb._store.errors import StaleError
+from jrb._store.files import StaleError
 from jrb._store.threads import Worker
 from jrb._util import checks
 from jrb._xla import compat, random_bits

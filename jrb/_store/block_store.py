@@ -29,7 +29,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from jrb._store import commits, files, removal
+from jrb._store import commits, files
 from jrb._store.blocks import (
     NO_POSITION,
     RUN,
@@ -45,8 +45,7 @@ from jrb._store.commits import (
     SmallArray,
     Table,
 )
-from jrb._store.errors import DamagedError, LockedError, StaleError, VersionError
-from jrb._store.files import Folder, Lock
+from jrb._store.files import DamagedError, Folder, Lock, LockedError, StaleError, VersionError
 from jrb._store.threads import run_all
 
 Progress = Callable[[float], None]
@@ -213,7 +212,7 @@ class BlockStore:
         """Returns a store without arrays in a folder in which this process may write."""
         files.make_folder(path)
         store = cls(Folder(path))
-        check_names(store.folder)  # before a lock file is put among files of other programs
+        commits.check_names(store.folder)  # before a lock file is put among files of other programs
         store._lock = Lock(store.folder)
         return store
 
@@ -547,9 +546,9 @@ class BlockStore:
         if expired:
             self.folder.sync()
         used = self.cut_off()
-        for name in self.folder.names(ARRAYS):
-            if f"{ARRAYS}/{name}" not in used and commits.is_array_file(f"{ARRAYS}/{name}"):
-                self.folder.remove(f"{ARRAYS}/{name}")
+        for name in commits.array_files(self.folder):
+            if name not in used and commits.ARRAY_FILE.fullmatch(name):
+                self.folder.remove(name)
 
     def cut_off(self) -> set[str]:
         """Shortens the files of the arrays; returns the files that a generation or this store uses.
@@ -609,26 +608,9 @@ def check_free(path: str) -> None:
     """Raises `ValueError` if files of other programs prevent a save to a path; writes nothing."""
     files.check_links(path)
     if os.path.isdir(path):
-        check_names(Folder(path))
+        commits.check_names(Folder(path))
     elif os.path.lexists(path):
         raise ValueError(f"{path}: expected a folder, or nothing, found a file. Move it away.")
-
-
-def check_names(folder: Folder) -> None:
-    """Raises `ValueError` if a folder has files that belong to no store."""
-    commits.check_own(folder)
-    names, numbers = {*folder.names()}, commits.numbers(folder)
-    own = {files.LOCK, commits.NEW, ARRAYS, *map(commits.name_of, numbers)}
-    # A store that was killed before its first commit has a lock, and only files of arrays.
-    is_begun = files.LOCK in names and all(
-        commits.is_array_file(f"{ARRAYS}/{name}") for name in folder.names(ARRAYS)
-    )
-    foreign = names - own if is_begun or ARRAYS not in names else names - own | {ARRAYS}
-    if not numbers and foreign:
-        raise ValueError(
-            f"{folder.path}: expected a checkpoint, or an empty folder, found {min(foreign)!r}, "
-            "which belongs to none. Choose another path."
-        )
 
 
 def store_at(path: str) -> BlockStore | None:
@@ -651,14 +633,14 @@ def _remove_stale(folder: str) -> None:
             is_mine = os.lstat(path).st_uid == os.getuid() and not os.path.islink(path)
             if is_mine and files.LOCK in os.listdir(path) and not commits.numbers(Folder(path)):
                 stack.callback(Lock(Folder(path)).release)
-                removal.discard(path, removal.is_of_store)
+                commits.discard(path, commits.is_of_store)
 
 
 def _discard(path: str, process: int) -> None:
     """Removes a temporary store, in the process that has made it."""
     if os.getpid() == process:
         with contextlib.suppress(OSError):
-            removal.discard(path, removal.is_of_store)
+            commits.discard(path, commits.is_of_store)
 
 
 def _forget_writers() -> None:

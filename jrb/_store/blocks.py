@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 
 from jrb._store import files
-from jrb._store.errors import DamagedError
-from jrb._store.files import Folder
+from jrb._store.files import DamagedError, Folder
 
 try:  # the checksums of zlib, in a fraction of the time
     crc32: Callable[[Any], int] = importlib.import_module("isal.isal_zlib").crc32

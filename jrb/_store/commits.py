@@ -14,29 +14,39 @@ one after the other. The body has
 The file is written under another name, synced, and renamed. The largest number is the newest.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import weakref
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from jrb._store import files
 from jrb._store.blocks import NO_POSITION, ArraySpec
-from jrb._store.errors import DamagedError, VersionError, refuse_damage
-from jrb._store.files import Folder
+from jrb._store.files import DamagedError, Folder, VersionError, refuse_damage
 
 FORMAT, VERSION = "jrb", 6
 PREFIX, NEW = "generation-", "generation.new"
 ARRAYS = "arrays"
 """The folder of the files of arrays, below that of the store."""
+ARRAY_FILE = re.compile(r"arrays/(?!\.)[A-Za-z0-9%._~-]*-\d+-\d+\.bin")
+"""The names of these files, below the folder of the store."""
+LOCK_SUFFIX = ".lock"
+"""Names of locks end so in a folder where several processes write."""
 
 _HEAD = f'{{"format":"{FORMAT}",'.encode()  # how the file of each generation begins
 _LARGEST_HEAD = 200  # bytes of the first line
-_FILE = re.compile(r"arrays/(?!\.)[A-Za-z0-9%._~-]*-\d+-\d+\.bin")
+
+IsOwn = Callable[[str, str], bool]
+"""A function `(path of the folder, name below it)`: True if the file belongs to a format."""
+
+
+# Files and folders of a store.
 
 
 def name_of(generation: int) -> str:
@@ -49,9 +59,9 @@ def numbers(folder: Folder) -> list[int]:
     return sorted(int(name.removeprefix(PREFIX)) for name in names)
 
 
-def is_array_file(name: str) -> bool:
-    """Returns True if a name below the folder of a store is that of the file of an array."""
-    return _FILE.fullmatch(name) is not None
+def array_files(folder: Folder) -> list[str]:
+    """Returns the files in the folder of arrays, by their names below the store's folder."""
+    return [f"{ARRAYS}/{name}" for name in folder.names(ARRAYS)]
 
 
 def is_own(folder: Folder, name: str) -> bool:
@@ -71,15 +81,90 @@ def is_own(folder: Folder, name: str) -> bool:
     return wrong <= (len(head) == len(_HEAD))
 
 
+def _own_names(folder: Folder) -> list[str]:
+    """Returns the names in a folder that only a store gives to files."""
+    own = {files.LOCK, NEW, *map(name_of, numbers(folder))}
+    return [name for name in folder.names() if name in own]
+
+
 def check_own(folder: Folder) -> None:
     """Raises `ValueError` if a file has one of a store's names, but was not written by a store."""
-    own = {files.LOCK, NEW, *map(name_of, numbers(folder))}
-    for name in folder.names():
-        if name in own and not is_own(folder, name):
+    for name in _own_names(folder):
+        if not is_own(folder, name):
             raise ValueError(
                 f"{folder.path_of(name)}: expected a file of a checkpoint, or none, found one that "
                 "jrb has not written, and that would be lost. Move it away, or choose another path."
             )
+
+
+def check_names(folder: Folder) -> None:
+    """Raises `ValueError` if a folder has files that belong to no store."""
+    check_own(folder)
+    own = {*_own_names(folder)}
+    # A store that was killed before its first commit has a lock, and only files of arrays.
+    if files.LOCK in own and all(map(ARRAY_FILE.fullmatch, array_files(folder))):
+        own.add(ARRAYS)
+    foreign = {*folder.names()} - own
+    if foreign and not numbers(folder):
+        raise ValueError(
+            f"{folder.path}: expected a checkpoint, or an empty folder, found {min(foreign)!r}, "
+            "which belongs to none. Choose another path."
+        )
+
+
+def is_of_store(path: str, name: str) -> bool:
+    """Returns True if a file in the folder of a store was written by the store."""
+    folder = Folder(path)
+    is_array = ARRAY_FILE.fullmatch(name) is not None
+    return is_array or (name in _own_names(folder) and is_own(folder, name))
+
+
+def discard(path: str, is_own: IsOwn) -> None:
+    """Removes all files of the format in a folder, and then all empty folders.
+
+    Generations, by which a store is recognised, are removed after its rows. Locks are removed last:
+    as long as one exists, no other process begins to write or to remove.
+    """
+
+    def turn(name: str) -> tuple[int, str]:
+        last = os.path.basename(name)
+        is_lock = last == files.LOCK or name.endswith(LOCK_SUFFIX)
+        return 2 if is_lock else int(last.startswith(PREFIX)), name
+
+    names, folders = names_below(path)
+    for name in sorted((name for name in names if is_own(path, name)), key=turn):
+        files.announce("unlink", os.path.join(path, name))
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(path, name))
+    for name in [*sorted(folders, reverse=True), ""]:
+        with contextlib.suppress(OSError):  # something else is in it
+            os.rmdir(os.path.join(path, name))
+
+
+def names_below(path: str) -> tuple[list[str], list[str]]:
+    """Returns the names of all files, and of all folders, below a folder.
+
+    Links are not followed; they count as files, as do folders that are other file systems.
+    """
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    names, below = [], []
+    for at, folders, inside in os.walk(path, onerror=stop):
+        start = "" if at == path else os.path.relpath(at, path) + "/"
+        away = [name for name in folders if leads_away(os.path.join(at, name))]
+        folders[:] = [name for name in folders if name not in away]
+        names += [start + name for name in (*inside, *away)]
+        below += [start + name for name in folders]
+    return names, below
+
+
+def leads_away(path: str) -> bool:
+    return os.path.islink(path) or os.path.ismount(path)
+
+
+# The file of a generation.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,7 +377,7 @@ def _parse(file: int, path: str, body: Any, offset: int, checksum: int) -> Gener
         spec = ArraySpec(**fields)
         if min(spec.rows, spec.width) < 0 or spec.block < 1 or spec.block & spec.block - 1:
             raise ValueError(f"rows, width or block of '{name}'")
-        if not is_array_file(spec.file):
+        if not ARRAY_FILE.fullmatch(spec.file):
             raise ValueError(f"the file {spec.file!r}")
         data = read(name, 16 * spec.num_blocks, entry["sum"])
         large[name] = Table.from_bytes(spec, data)

@@ -1,4 +1,4 @@
-"""All operations on files that must survive a fault, as one function for each, and locks.
+"""The operations on files that must survive a fault, a function for each; errors and locks.
 
 If `hook` is set, it is called before every operation that changes something, with the operation's
 name, the path, and other arguments. It may count or record operations, raise an `OSError`, or kill
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from jrb._store.errors import DamagedError, LockedError
+from jrb._util.wording import printable_args
 
 Bytes = bytes | bytearray | memoryview
 
@@ -32,6 +32,46 @@ _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC",
 _URL = re.compile(r"([a-z][\w+.:-]+):/+", re.IGNORECASE)
 _FILE_URL = re.compile(r"file:(/|//localhost/|///+)(?!/)", re.IGNORECASE)
 _IS_SUPPORTED = os.open in os.supports_dir_fd and importlib.util.find_spec("fcntl") is not None
+
+
+# Errors.
+
+
+class _FileError(Exception):
+    """An error whose message may hold names that come from a file."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*printable_args(args))
+
+
+class DamagedError(_FileError, ValueError):
+    """A file is not what was written: cut short, changed, or missing."""
+
+
+class VersionError(ValueError):
+    """A file has another version of the format."""
+
+
+class LockedError(_FileError, RuntimeError):
+    """Another process, or another thread, is writing to the same place."""
+
+
+class StaleError(_FileError, ValueError):
+    """Rows on the host that a state refers to were overwritten since."""
+
+
+@contextlib.contextmanager
+def refuse_damage(path: str, expected: str) -> Iterator[None]:
+    """Turns the errors that code raises when it parses a damaged file into a `DamagedError`."""
+    try:
+        yield
+    except (DamagedError, VersionError):
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path}: expected {expected}, got {error!r}.") from error
+
+
+# Operations on files.
 
 
 def announce(operation: str, path: str, *arguments: Any) -> None:

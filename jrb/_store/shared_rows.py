@@ -18,7 +18,7 @@ import numpy as np
 
 from jrb._store.block_store import BlockStore
 from jrb._store.blocks import RowWrite, runs
-from jrb._store.errors import StaleError
+from jrb._store.files import StaleError
 from jrb._store.threads import PATIENCE, Gate, taken_lock
 
 _MOST_KEPT = 8 << 20  # the bytes of overwritten rows that are kept for an undo

@@ -6,7 +6,7 @@ from jrb._util.public import PublicNames, lazy
 
 if TYPE_CHECKING:
     import jrb
-    from jrb._store.errors import DamagedError, LockedError
+    from jrb._store.files import DamagedError, LockedError
     from jrb.checkpoint.api import (
         Save,
         generations,
@@ -46,9 +46,9 @@ __dir__: PublicNames = lambda: __all__
 if not TYPE_CHECKING:  # or every misspelt name would have a type
     # Imported when used: the command inspects checkpoints without JAX, and Orbax is optional.
     _HOMES = dict.fromkeys(__all__, "jrb.checkpoint.api") | {
-        "DamagedError": "jrb._store.errors",
+        "DamagedError": "jrb._store.files",
         "Dump": "jrb.interop.dump",
-        "LockedError": "jrb._store.errors",
+        "LockedError": "jrb._store.files",
         "orbax": "jrb.checkpoint.orbax",
         "read_flashbax": "jrb.interop.flashbax",
         "read_torchrl": "jrb.interop.torchrl",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import buffer, keys, mix, samplers, sharding, storages, transforms, units, writers
-from jrb._store.errors import DamagedError
+from jrb._store.files import DamagedError
 from jrb._util import casting, pytree
 from jrb._util.pytree import DType, PyTree
 from jrb.buffer import ReplayBuffer

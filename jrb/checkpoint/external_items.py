@@ -21,7 +21,7 @@ import numpy as np
 from jrb._core import eager, memory, steps
 from jrb._store.block_store import BlockStore, Source
 from jrb._store.blocks import checksum_of, is_zero, rows_per_block
-from jrb._store.errors import DamagedError
+from jrb._store.files import DamagedError
 from jrb._util import casting, pytree, wording
 from jrb._xla import compat
 from jrb._xla.compiling import by_description

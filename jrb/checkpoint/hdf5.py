@@ -31,8 +31,7 @@ import numpy as np
 from jrb._core import memory
 from jrb._store import files
 from jrb._store.block_store import Progress, no_progress
-from jrb._store.errors import DamagedError, refuse_damage
-from jrb._store.files import Folder, Lock
+from jrb._store.files import DamagedError, Folder, Lock, refuse_damage
 from jrb._util import casting, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions, external_items, loading, manifest, saving, schema

@@ -13,7 +13,7 @@ from jrb import sum_tree
 from jrb._core import memory
 from jrb._store.block_store import BlockStore
 from jrb._store.blocks import BlockArray, aligned
-from jrb._store.errors import DamagedError
+from jrb._store.files import DamagedError
 from jrb._store.threads import run_all
 from jrb._util import casting, pytree
 from jrb._xla import compat

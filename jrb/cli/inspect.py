@@ -14,7 +14,7 @@ import numpy as np
 
 from jrb._store import commits
 from jrb._store.commits import Generation
-from jrb._store.errors import DamagedError
+from jrb._store.files import DamagedError
 from jrb._util.wording import bytes_text, require
 from jrb.checkpoint import manifest
 from jrb.cli import console, sources

@@ -6,13 +6,13 @@ import functools
 import importlib.metadata
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jrb._store import commits, removal
-from jrb.authoring import Folder, absolute_path, checks, escaped_errors
+from jrb._store import commits, files
+from jrb.authoring import Folder, Lock, absolute_path, checks, escaped_errors
 from jrb.checkpoint import hdf5
 from jrb.datasets import copies
 from jrb.datasets.dataset import Dataset
@@ -21,6 +21,7 @@ from jrb.datasets.formats import OURS
 from jrb.datasets.formats.arrays import check_whole
 from jrb.datasets.reading.names import check
 
+_MOST = 5  # the most names in an error message
 _DEPTH = 3  # nested folders that `list` searches: Minari's `namespace/name-v0` is two of them
 _MINARI_ID = re.compile(r"([-\w]+/)*[-\w]+-v\d+")
 
@@ -191,19 +192,19 @@ def path_in(name: str, root: str | os.PathLike[str] | None) -> str:
 
 
 @contextlib.contextmanager
-def lock_dataset(path: str) -> Iterator[removal.IsOwn]:
+def lock_dataset(path: str) -> Iterator[commits.IsOwn]:
     """Locks a dataset against its writers; yields the function that recognises its own files.
 
     Raises `ValueError` if the path is no dataset, or its folder has files of another kind.
     """
-    is_own: removal.IsOwn = lambda path, name: False
+    is_own: commits.IsOwn = lambda path, name: False
     if os.path.islink(path):  # only the link is removed
         yield is_own
     # The files of jrb's own store are recognised by the store, all others by their format.
     elif os.path.isdir(path):
         is_ours = commits.numbers(Folder(path))
-        is_own = removal.is_of_store if is_ours else choose_format(path).is_own
-        with removal.locked(path, is_own):
+        is_own = commits.is_of_store if is_ours else choose_format(path).is_own
+        with lock_folder(path, is_own):
             yield is_own
     # A checkpoint in one file has a lock next to it.
     elif hdf5.is_own(path):
@@ -214,10 +215,57 @@ def lock_dataset(path: str) -> Iterator[removal.IsOwn]:
         yield is_own
 
 
-def discard(path: str, is_own: removal.IsOwn) -> None:
+def discard(path: str, is_own: commits.IsOwn) -> None:
     """Removes a file, a link, or a folder's files for which `is_own` is true."""
     if os.path.isdir(path) and not os.path.islink(path):
-        removal.discard(path, is_own)
+        commits.discard(path, is_own)
     else:
         # A link is removed, and not the files to which it leads.
         os.unlink(path)
+
+
+@contextlib.contextmanager
+def lock_folder(path: str, is_own: commits.IsOwn) -> Iterator[None]:
+    """Holds the locks of all writers in a folder; raises if it has files not of its format."""
+    with contextlib.ExitStack() as stack:
+        own = _check_files(path, is_own)
+        locks = {name for name in own if name.endswith(commits.LOCK_SUFFIX)}
+        for name in own:  # a folder with such files has a lock that writers take
+            folder, last = os.path.split(name)
+            if last.startswith((files.LOCK, commits.PREFIX)):
+                locks.add(os.path.join(folder, files.LOCK))
+        for folder, name in sorted(map(os.path.split, locks)):
+            stack.callback(Lock(Folder(os.path.join(path, folder)), name).release)
+        _check_files(path, is_own)  # somebody may have written before the locks were taken
+        yield
+
+
+def _check_files(path: str, is_own: commits.IsOwn) -> Sequence[str]:
+    """Returns the files in a folder; raises unless all of them belong to its format."""
+    if commits.leads_away(path):
+        raise ValueError(f"{path}: expected a folder to remove, found a link or a file system.")
+    names, folders = commits.names_below(path)
+    own = [name for name in names if is_own(path, name)]
+    used = {above for name in own for above in _above(name)}
+    if own and commits.ARRAYS in folders:  # which may be empty
+        used.add(commits.ARRAYS)
+    # An empty folder belongs to no format: whoever made it may need it.
+    others = {*names, *folders} - {*own, *used}
+    if others:
+        # A folder without any file of the format is named itself, not the names in it.
+        tops = sorted(
+            {next(up for up in (*_above(name), name) if up not in used) for name in others}
+        )
+        more = f" and {len(tops) - _MOST} more" * (len(tops) > _MOST)
+        raise ValueError(
+            f"{path}: expected only files that belong to the format found there, found "
+            f"{', '.join(map(repr, tops[:_MOST]))}{more}. Nothing was removed. Move them away, or "
+            "remove the folder by other means."
+        )
+    return own
+
+
+def _above(name: str) -> Sequence[str]:
+    """Returns all parent folders of a name, the outermost first."""
+    parts = name.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]

@@ -15,7 +15,7 @@ import h5py
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._store.errors import DamagedError
+from jrb._store.files import DamagedError
 from jrb.authoring import ExpansionLimit, absolute_path
 
 Key = tuple[str, ...]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._store.errors import StaleError
+from jrb._store.files import StaleError
 from jrb._util import casting, pytree
 from jrb._util.pytree import SpecKey
 from jrb._xla import callbacks, dependencies

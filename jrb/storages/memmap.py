@@ -13,7 +13,7 @@ import numpy as np
 from jrb._store import files
 from jrb._store.block_store import BlockStore, Source
 from jrb._store.blocks import rows_per_block
-from jrb._store.errors import StaleError
+from jrb._store.files import StaleError
 from jrb._store.shared_rows import SharedRows
 from jrb._util import casting, checks, pytree
 from jrb.ring import Ring

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import transforming
-from jrb._store.errors import StaleError
+from jrb._store.files import StaleError
 from jrb._util import pytree
 from jrb.ring import Ring
 from jrb.state import Device

@@ -29,8 +29,7 @@ import numpy as np
 from jrb._store import block_store, blocks, commits, files, shared_rows, threads
 from jrb._store.block_store import BlockStore, Source
 from jrb._store.commits import SmallArray
-from jrb._store.errors import LockedError, StaleError
-from jrb._store.files import Folder
+from jrb._store.files import Folder, LockedError, StaleError
 from jrb._store.shared_rows import SharedRows
 from tests._store.injection import (
     At,

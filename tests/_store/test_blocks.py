@@ -16,7 +16,7 @@ from jrb._store import block_store, blocks, commits, files
 from jrb._store.block_store import BlockStore, Source
 from jrb._store.blocks import checksum_of, is_zero, rows_per_block, runs
 from jrb._store.commits import SmallArray
-from jrb._store.errors import DamagedError
+from jrb._store.files import DamagedError
 
 # Names, and widths of rows: no bytes, fewer bytes than a block, one row a block.
 WIDTHS = {"x": 3, "next/y": 40, "bytes": 1, "none": 0, "wide": 100}
@@ -527,7 +527,7 @@ def test_names_of_arrays_never_lead_out_of_their_folder(path, folder):
     assert os.listdir(folder) == ["store"]
     assert sorted(os.listdir(path)) == ["arrays", "generation-000000000002", "lock"]
     assert sorted(used) == [f"arrays/{name}" for name in array_files(path)]
-    assert all(commits.is_array_file(name) for name in used)
+    assert all(map(commits.ARRAY_FILE.fullmatch, used))
 
 
 @pytest.mark.parametrize("width", [1, 3, 96, 97, 5000])

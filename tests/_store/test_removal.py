@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jrb._store import block_store, files, removal
+from jrb._store import block_store, commits, files
 from jrb._store.block_store import BlockStore, Source
-from jrb._store.errors import LockedError
+from jrb._store.files import LockedError
 from jrb._store.shared_rows import SharedRows
+from jrb.datasets import library
 from tests import bare
 
 MAKE = """
@@ -168,8 +169,8 @@ def test_a_temporary_store_that_could_not_be_made_is_gone(number, temporary, mon
 
 
 def remove(path):
-    with removal.locked(path, removal.is_of_store):
-        removal.discard(path, removal.is_of_store)
+    with library.lock_folder(path, commits.is_of_store):
+        commits.discard(path, commits.is_of_store)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from jrb._store import blocks, files, shared_rows, threads
 from jrb._store.block_store import BlockStore, Source
-from jrb._store.errors import StaleError
+from jrb._store.files import StaleError
 from jrb._store.shared_rows import SharedRows, SlotNumbers
 from tests._store.injection import Interrupt
 

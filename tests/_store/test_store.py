@@ -12,8 +12,7 @@ import pytest
 from jrb._store import block_store, blocks, commits, files, threads
 from jrb._store.block_store import BlockStore
 from jrb._store.commits import SmallArray
-from jrb._store.errors import DamagedError, LockedError, StaleError
-from jrb._store.files import Folder
+from jrb._store.files import DamagedError, Folder, LockedError, StaleError
 from jrb._store.threads import Gate
 from tests._store import faults
 from tests._store.faults import Ring, committed, prepared
