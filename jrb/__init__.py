@@ -79,7 +79,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "_core.debugging": "DebugWarning debug",
     "_core.validate": "CopyWarning DonatedError PriorityWarning",
-    "_store.errors": "StaleError",
+    "_store.files": "StaleError",
     "buffer": "ReplayBuffer from_items",
     "checkpoint": "checkpoint",
     "checkpoint.api": "load save",

@@ -14,8 +14,7 @@ import jax
 from jrb._core.steps import context_of
 from jrb._core.validate import read_items
 from jrb._store.block_store import store_at
-from jrb._store.files import Folder, Lock, check_links, make_folder
-from jrb._store.files import absolute as absolute_path
+from jrb._store.files import Folder, Lock, absolute_path, check_links, make_folder
 from jrb._util import casting, checks
 from jrb._util.checks import MAX_EXPANSION, ExpansionLimit, declared_nbytes
 from jrb._util.display import table_html, table_text

@@ -166,7 +166,7 @@ class BlockStore:
                 "in. Go on with that state, or let go of it first."
             )
         store = cls._locked(path)
-        if commits.numbers(store.folder):
+        if commits.list_generations(store.folder):
             store.close()
             raise ValueError(
                 f"{path}: expected nothing there, found a store. Open it with jrb.load(path), or "
@@ -212,17 +212,19 @@ class BlockStore:
         """Returns a store without arrays in a folder in which this process may write."""
         files.make_folder(path)
         store = cls(Folder(path))
-        commits.check_names(store.folder)  # before a lock file is put among files of other programs
+        commits.check_folder(
+            store.folder
+        )  # before a lock file is put among files of other programs
         store._lock = Lock(store.folder)
         return store
 
     def _load_newest(self) -> None:
         """Takes the arrays of the newest generation, as far as their files are whole."""
-        numbers = commits.numbers(self.folder)
+        numbers = commits.list_generations(self.folder)
         if numbers:
             self.generation = numbers[-1]
             with contextlib.suppress(DamagedError):
-                one = commits.newest(self.folder)
+                one = commits.open_newest(self.folder)
                 one.close()  # who has the lock of the store decides what expires
                 self._load_arrays(one.generation)
                 self.arrays = {name: it for name, it in self.arrays.items() if it.is_whole()}
@@ -246,7 +248,7 @@ class BlockStore:
             The files that a generation or this store uses.
         """
         tables: dict[str, list[np.ndarray]] = {}  # by file
-        for number in commits.numbers(self.folder):
+        for number in commits.list_generations(self.folder):
             try:
                 one = OpenGeneration(self.folder, number)
             except (DamagedError, VersionError, FileNotFoundError):
@@ -255,7 +257,7 @@ class BlockStore:
             for table in one.generation.large.values():
                 tables.setdefault(table.spec.file, []).append(table.positions)
         for array in self.arrays.values():
-            array.refer_to(tables.get(array.spec.file, []))
+            array.set_used_positions(tables.get(array.spec.file, []))
         return {*tables, *(array.spec.file for array in self.arrays.values())}
 
     def close(self) -> None:
@@ -278,7 +280,7 @@ class BlockStore:
 
     # The right to write.
 
-    def own(self) -> None:
+    def ensure_writer(self) -> None:
         """Makes this the only store that writes to its folder, or raises."""
         if self._lock is not None and not self.is_ousted:
             self._lock.check()
@@ -300,7 +302,7 @@ class BlockStore:
         try:
             taken.check()
             self._check_newest()
-            commits.check_own(self.folder)
+            commits.check_own_files(self.folder)
             self._find_used_positions()
             self._lock = taken
             writing[self.path] = self
@@ -327,7 +329,7 @@ class BlockStore:
     def _check_newest(self) -> None:
         """Raises if somebody has saved since the store was opened."""
         self.folder.check()
-        newest = commits.numbers(self.folder)[-1:]
+        newest = commits.list_generations(self.folder)[-1:]
         if self.is_ousted or newest != [self.generation]:
             raise StaleError(
                 f"{self.path}: expected generation {self.generation}, which was loaded, found "
@@ -381,7 +383,7 @@ class BlockStore:
         Returns:
             A function that writes what was copied; it does nothing if all is written.
         """
-        self.own()
+        self.ensure_writer()
         before, hashes = dict(self.arrays), {}
         saved, owners = _last_saved.get(self.path, (None, {}))
         owners = owners if saved == self._identity else {}
@@ -404,10 +406,12 @@ class BlockStore:
                 # The hashes of the last save are of use only if its blocks are there.
                 old_hashes = None if before.get(name) is not array else old_hashes
             tasks += self._change_tasks(array, source, hashes.get(name), old_hashes, writes)
-        run_all(tasks)
+        if tasks:  # a small state has none, and needs no threads
+            run_all(tasks)
 
         def write() -> None:
-            run_all(writes or [])
+            if writes:
+                run_all(writes)
             self.hashes |= hashes
 
         if writes is None:
@@ -431,7 +435,7 @@ class BlockStore:
             array.clear_block(block)
 
         def task(first: int, last: int) -> None:
-            blocks = list(array.changed_blocks(read(*spec.rows_of(first, last)), first))
+            blocks = list(array.find_changed_blocks(read(*spec.rows_of(first, last)), first))
             if writes is not None:
                 blocks = [(block, part.copy(), checksum) for block, part, checksum in blocks]
                 writes.append(lambda: array.write_blocks(blocks))
@@ -462,7 +466,7 @@ class BlockStore:
 
     def tables(self) -> dict[str, Any]:
         """Makes the arrays durable, and returns their tables for `commit` in another process."""
-        self._settle()
+        self._sync_arrays()
         tables = {}
         for name, array in self.arrays.items():
             data = Table(array.spec, array.positions, array.checksums).to_bytes()
@@ -490,12 +494,12 @@ class BlockStore:
             OSError: with a note that says if the commit has happened.
         """
         with self.turn:
-            self.own()
+            self.ensure_writer()
             number = self.generation + 1
             named = self.hashes.keys() & self.arrays.keys()
             hashes = {name: self.hashes[name].tobytes() for name in named}
             try:
-                self._settle()
+                self._sync_arrays()
                 tables = {
                     name: Table(array.spec, array.positions, array.checksums)
                     for name, array in self.arrays.items()
@@ -505,31 +509,36 @@ class BlockStore:
                     tables[name] = Table.from_bytes(ArraySpec(**spec), data)
                 known = {HASHES + name: SmallArray([], it) for name, it in hashes.items() if it}
                 small = small | known
-                identity = commits.write(self.folder, Generation(number, meta, small, tables))
-                self._move_on(number, meta, small)
+                identity = commits.write_generation(
+                    self.folder, Generation(number, meta, small, tables)
+                )
+                self._set_generation(number, meta, small)
                 self._identity, _last_saved[self.path] = identity, (identity, self._owners)
                 self.folder.sync()
             except BaseException as error:
-                happened = number in commits.numbers(self.folder)
+                happened = number in commits.list_generations(self.folder)
                 if happened:
-                    self._move_on(number, meta, small)
+                    self._set_generation(number, meta, small)
                 error.add_note(_NOT_DURABLE if happened else _NOT_HAPPENED)
                 raise
             try:
                 self.folder.check()
-                self.expire(commits.numbers(self.folder)[-1 - keep :])
+                self.expire(commits.list_generations(self.folder)[-1 - keep :])
             except BaseException as error:
                 error.add_note(_NOT_TIDIED)
                 raise
             return number
 
-    def _settle(self) -> None:
+    def _sync_arrays(self) -> None:
         """Makes all that was written to the arrays durable."""
-        run_all([array.settle for array in self.arrays.values()])
+        if self.arrays:
+            run_all([array.sync for array in self.arrays.values()])
         if self._num_files:
             self.folder.sync(ARRAYS)
 
-    def _move_on(self, number: int, meta: dict[str, Any], small: dict[str, SmallArray]) -> None:
+    def _set_generation(
+        self, number: int, meta: dict[str, Any], small: dict[str, SmallArray]
+    ) -> None:
         """Makes the new generation the one that later writes must not touch."""
         for array in self.arrays.values():
             array.commit_positions()
@@ -538,35 +547,35 @@ class BlockStore:
 
     def expire(self, kept: Iterable[int]) -> None:
         """Removes all generations but these, and those that readers have open."""
-        expired = sorted({*commits.numbers(self.folder)} - {*kept})
+        expired = sorted({*commits.list_generations(self.folder)} - {*kept})
         for number in expired:
-            files.remove_unless_shared(self.folder, commits.name_of(number))
+            files.remove_unless_shared(self.folder, commits.generation_name(number))
         # Files are removed durably before their positions are free: otherwise a generation that
         # comes back after a loss of power would refer to blocks that were overwritten.
         if expired:
             self.folder.sync()
-        used = self.cut_off()
+        used = self.truncate_files()
         for name in commits.array_files(self.folder):
             if name not in used and commits.ARRAY_FILE.fullmatch(name):
                 self.folder.remove(name)
 
-    def cut_off(self) -> set[str]:
+    def truncate_files(self) -> set[str]:
         """Shortens the files of the arrays; returns the files that a generation or this store uses.
 
         Other processes than the one that commits call it after the commit.
         """
         used = self._find_used_positions()
         for array in self.arrays.values():
-            array.cut_off()
+            array.truncate_file()
         return used
 
 
-def damages(path: str, progress: Progress = no_progress) -> list[str]:
+def find_damages(path: str, progress: Progress = no_progress) -> list[str]:
     """Returns a line about each damage in a store, its older generations included."""
-    folder = commits.folder_at(path)
-    numbers = commits.numbers(folder)
+    folder = commits.open_folder(path)
+    numbers = commits.list_generations(folder)
     if not numbers:
-        commits.newest(folder)  # raises
+        commits.open_newest(folder)  # raises
     lines: list[str] = []
     stores: list[BlockStore] = []
     damaged: list[tuple[str, int, str]] = []
@@ -608,7 +617,7 @@ def check_free(path: str) -> None:
     """Raises `ValueError` if files of other programs prevent a save to a path; writes nothing."""
     files.check_links(path)
     if os.path.isdir(path):
-        commits.check_names(Folder(path))
+        commits.check_folder(Folder(path))
     elif os.path.lexists(path):
         raise ValueError(f"{path}: expected a folder, or nothing, found a file. Move it away.")
 
@@ -631,16 +640,20 @@ def _remove_stale(folder: str) -> None:
         with contextlib.suppress(OSError, ValueError, LockedError), contextlib.ExitStack() as stack:
             # Without a lock file it may be so new that its process has yet to make one.
             is_mine = os.lstat(path).st_uid == os.getuid() and not os.path.islink(path)
-            if is_mine and files.LOCK in os.listdir(path) and not commits.numbers(Folder(path)):
+            if (
+                is_mine
+                and files.LOCK in os.listdir(path)
+                and not commits.list_generations(Folder(path))
+            ):
                 stack.callback(Lock(Folder(path)).release)
-                commits.discard(path, commits.is_of_store)
+                commits.remove_files(path, commits.belongs_to_store)
 
 
 def _discard(path: str, process: int) -> None:
     """Removes a temporary store, in the process that has made it."""
     if os.getpid() == process:
         with contextlib.suppress(OSError):
-            commits.discard(path, commits.is_of_store)
+            commits.remove_files(path, commits.belongs_to_store)
 
 
 def _forget_writers() -> None:

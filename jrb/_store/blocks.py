@@ -124,7 +124,7 @@ class BlockArray:
 
     # Positions.
 
-    def refer_to(self, tables: list[np.ndarray]) -> None:
+    def set_used_positions(self, tables: list[np.ndarray]) -> None:
         """Takes the positions of all kept generations, to which nothing is written from now on."""
         refer = [*tables, self.positions]
         num_positions = 1 + max(int(table.max(initial=NO_POSITION)) for table in refer)
@@ -153,7 +153,7 @@ class BlockArray:
             self._used[position] = True
             return position
 
-    def give_back(self, position: int) -> None:
+    def free_position(self, position: int) -> None:
         """Marks a position as free to which nothing refers, neither the table nor a generation."""
         self._used[position] = False
 
@@ -166,7 +166,7 @@ class BlockArray:
         """Makes all rows of a block zeros, which take no room on the disk."""
         position = self.positions.item(block)
         if position != NO_POSITION and not self.is_committed(block):
-            self.give_back(position)
+            self.free_position(position)
         self.positions[block], self.checksums[block] = NO_POSITION, 0
         self.moves += 1
 
@@ -228,7 +228,9 @@ class BlockArray:
 
     # Whole blocks, for arrays in memory.
 
-    def changed_blocks(self, rows: np.ndarray, first: int) -> Iterator[tuple[int, np.ndarray, int]]:
+    def find_changed_blocks(
+        self, rows: np.ndarray, first: int
+    ) -> Iterator[tuple[int, np.ndarray, int]]:
         """Yields the blocks, from `first` on, that are not as in the table, and their checksums."""
         for number, start in enumerate(range(0, len(rows), self.spec.block), first):
             part = rows[start : start + self.spec.block].reshape(-1)
@@ -355,7 +357,7 @@ class BlockArray:
         Args:
             slots: integers `[B]`.
             rows: uint8 `[B, width]`; of equal slots the last one wins.
-            pieces: the runs of consecutive slots, as `runs` returns them.
+            pieces: the runs of consecutive slots, as `find_runs` returns them.
         """
         write, block = RowWrite(self), self.spec.block
         if not self.spec.width:
@@ -398,11 +400,11 @@ class BlockArray:
 
         If it fails, some of the rows may be written; none of a kept generation has changed.
         """
-        self.begin_write(slots, rows, runs(slots)).finish()
+        self.begin_write(slots, rows, find_runs(slots)).finish()
 
     # Commits.
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Computes the missing checksums, and makes all writes durable."""
         if self._is_synced and not self._is_unhashed.any():
             return
@@ -424,7 +426,7 @@ class BlockArray:
                 offset = self.positions.item(block) * self.spec.size
                 files.write_at(file, self.path, offset, self.read_block(block).data)
 
-    def cut_off(self) -> None:
+    def truncate_file(self) -> None:
         """Shortens the file by the free positions at its end."""
         used = np.flatnonzero(self._used)
         num_positions = max(int(used[-1]) + 1 if used.size else 0, self.reserved)
@@ -467,7 +469,7 @@ class RowWrite:
     def cancel(self) -> None:
         """Frees the new positions."""
         for position in self.moved.values():
-            self._array.give_back(position)
+            self._array.free_position(position)
 
 
 def checksum_of(data: np.ndarray) -> int:
@@ -481,7 +483,7 @@ def checksum_of(data: np.ndarray) -> int:
     return ((total ^ total >> 32) & 0xFFFFFFFF) << 32 | crc32(data.data)
 
 
-def runs(slots: np.ndarray) -> list[tuple[int, int]]:
+def find_runs(slots: np.ndarray) -> list[tuple[int, int]]:
     """Returns the runs of consecutive slots, as pairs of a start and a stop in the array."""
     if not len(slots):
         return []
@@ -495,7 +497,7 @@ def is_zero(rows: np.ndarray) -> bool:
     return not flat[:4096].any() and not flat[4096:].any()
 
 
-def aligned(shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray:
+def allocate_aligned(shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray:
     """Returns an array, aligned so that XLA takes it without a copy; its values are undefined."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)

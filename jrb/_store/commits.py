@@ -49,11 +49,11 @@ IsOwn = Callable[[str, str], bool]
 # Files and folders of a store.
 
 
-def name_of(generation: int) -> str:
+def generation_name(generation: int) -> str:
     return f"{PREFIX}{generation:012d}"
 
 
-def numbers(folder: Folder) -> list[int]:
+def list_generations(folder: Folder) -> list[int]:
     """Returns the numbers of a folder's generations, oldest first."""
     names = [name for name in folder.names() if re.fullmatch(PREFIX + "[0-9]{12}", name)]
     return sorted(int(name.removeprefix(PREFIX)) for name in names)
@@ -64,7 +64,7 @@ def array_files(folder: Folder) -> list[str]:
     return [f"{ARRAYS}/{name}" for name in folder.names(ARRAYS)]
 
 
-def is_own(folder: Folder, name: str) -> bool:
+def is_store_file(folder: Folder, name: str) -> bool:
     """Returns True if a file with one of a store's names was written by a store, or is empty.
 
     A crash may have cut the file short, or left zeros in it, and one byte may have been damaged.
@@ -83,43 +83,43 @@ def is_own(folder: Folder, name: str) -> bool:
 
 def _own_names(folder: Folder) -> list[str]:
     """Returns the names in a folder that only a store gives to files."""
-    own = {files.LOCK, NEW, *map(name_of, numbers(folder))}
+    own = {files.LOCK, NEW, *map(generation_name, list_generations(folder))}
     return [name for name in folder.names() if name in own]
 
 
-def check_own(folder: Folder) -> None:
+def check_own_files(folder: Folder) -> None:
     """Raises `ValueError` if a file has one of a store's names, but was not written by a store."""
     for name in _own_names(folder):
-        if not is_own(folder, name):
+        if not is_store_file(folder, name):
             raise ValueError(
                 f"{folder.path_of(name)}: expected a file of a checkpoint, or none, found one that "
                 "jrb has not written, and that would be lost. Move it away, or choose another path."
             )
 
 
-def check_names(folder: Folder) -> None:
+def check_folder(folder: Folder) -> None:
     """Raises `ValueError` if a folder has files that belong to no store."""
-    check_own(folder)
+    check_own_files(folder)
     own = {*_own_names(folder)}
     # A store that was killed before its first commit has a lock, and only files of arrays.
     if files.LOCK in own and all(map(ARRAY_FILE.fullmatch, array_files(folder))):
         own.add(ARRAYS)
     foreign = {*folder.names()} - own
-    if foreign and not numbers(folder):
+    if foreign and not list_generations(folder):
         raise ValueError(
             f"{folder.path}: expected a checkpoint, or an empty folder, found {min(foreign)!r}, "
             "which belongs to none. Choose another path."
         )
 
 
-def is_of_store(path: str, name: str) -> bool:
+def belongs_to_store(path: str, name: str) -> bool:
     """Returns True if a file in the folder of a store was written by the store."""
     folder = Folder(path)
     is_array = ARRAY_FILE.fullmatch(name) is not None
-    return is_array or (name in _own_names(folder) and is_own(folder, name))
+    return is_array or (name in _own_names(folder) and is_store_file(folder, name))
 
 
-def discard(path: str, is_own: IsOwn) -> None:
+def remove_files(path: str, is_own: IsOwn) -> None:
     """Removes all files of the format in a folder, and then all empty folders.
 
     Generations, by which a store is recognised, are removed after its rows. Locks are removed last:
@@ -131,7 +131,7 @@ def discard(path: str, is_own: IsOwn) -> None:
         is_lock = last == files.LOCK or name.endswith(LOCK_SUFFIX)
         return 2 if is_lock else int(last.startswith(PREFIX)), name
 
-    names, folders = names_below(path)
+    names, folders = list_below(path)
     for name in sorted((name for name in names if is_own(path, name)), key=turn):
         files.announce("unlink", os.path.join(path, name))
         with contextlib.suppress(FileNotFoundError):
@@ -141,7 +141,7 @@ def discard(path: str, is_own: IsOwn) -> None:
             os.rmdir(os.path.join(path, name))
 
 
-def names_below(path: str) -> tuple[list[str], list[str]]:
+def list_below(path: str) -> tuple[list[str], list[str]]:
     """Returns the names of all files, and of all folders, below a folder.
 
     Links are not followed; they count as files, as do folders that are other file systems.
@@ -215,15 +215,15 @@ class Generation:
 
     @property
     def name(self) -> str:
-        return name_of(self.number)
+        return generation_name(self.number)
 
 
-def write(folder: Folder, one: Generation) -> tuple[int, int]:
+def write_generation(folder: Folder, one: Generation) -> tuple[int, int]:
     """Writes the file of a generation under its name; only `Folder.sync` makes it durable.
 
     Returns its identity.
     """
-    check_own(folder)  # as a file of that name is overwritten
+    check_own_files(folder)  # as a file of that name is overwritten
     small, large, data = {}, {}, []
     for name, array in one.small.items():
         data.append(memoryview(array.data).cast("B"))
@@ -253,8 +253,8 @@ class OpenGeneration:
 
     def __init__(self, folder: Folder, number: int) -> None:
         self.folder: Folder = folder
-        self.path: str = folder.path_of(name_of(number))
-        file = folder.open(name_of(number))
+        self.path: str = folder.path_of(generation_name(number))
+        file = folder.open(generation_name(number))
         self._files = [file]  # a removed file stays readable while it is open
         weakref.finalize(self, _close, self._files)
         if not files.lock_shared(file):
@@ -271,7 +271,7 @@ def _close(descriptors: list[int]) -> None:
         os.close(descriptors.pop())
 
 
-def folder_at(path: str) -> Folder:
+def open_folder(path: str) -> Folder:
     """Opens the folder of a checkpoint."""
     try:
         return Folder(path)
@@ -284,22 +284,22 @@ def folder_at(path: str) -> Folder:
 
 def open_generation(path: str, number: int | None = None) -> OpenGeneration:
     """Opens the generation with this number of the store at a path; None for the newest."""
-    folder = folder_at(path)
+    folder = open_folder(path)
     if number is None:
-        return newest(folder)
+        return open_newest(folder)
     try:
         return OpenGeneration(folder, number)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{folder.path}: expected generation {number}, found {numbers(folder)}. "
+            f"{folder.path}: expected generation {number}, found {list_generations(folder)}. "
             "Save with keep=n to keep n older ones."
         ) from None
 
 
-def newest(folder: Folder) -> OpenGeneration:
+def open_newest(folder: Folder) -> OpenGeneration:
     """Opens the newest generation."""
     while True:
-        some = numbers(folder)
+        some = list_generations(folder)
         if not some:
             text = "a checkpoint, found none there. Save one first, or look at the path."
             if files.LOCK in folder.names():

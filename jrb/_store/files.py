@@ -91,7 +91,7 @@ def check_system(path: str) -> None:
         )
 
 
-def absolute(path: Any, name: str = "path") -> str:
+def absolute_path(path: Any, name: str = "path") -> str:
     """Returns a user's path as an absolute one, with `~` as the home folder.
 
     Each path is made absolute when the user passes it, so that a later `chdir` changes nothing.

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jrb._store.block_store import BlockStore
-from jrb._store.blocks import RowWrite, runs
+from jrb._store.blocks import RowWrite, find_runs
 from jrb._store.files import StaleError
 from jrb._store.threads import PATIENCE, Gate, taken_lock
 
@@ -147,13 +147,13 @@ class SharedRows:
 
     # Reading.
 
-    def take(self, version: int, slots: list[np.ndarray], first: int = 0) -> list[np.ndarray]:
+    def read_rows(self, version: int, slots: list[np.ndarray], first: int = 0) -> list[np.ndarray]:
         """Returns rows of the arrays from `first` on, uint8 `[B, width]`, each at its slots `[B]`.
 
         Slots are signed integers. Rows that no state has are zeros, or those of a write that was
         taken back. Raises `StaleError` if a row was overwritten after the version.
         """
-        self._settle()
+        self._undo_cut_write()
         pairs = list(zip(self._arrays[first:], slots, strict=False))
         # Mostly, all arrays are read at the same slots.
         highest = {id(at): at.item(at.argmax()) if at.size else -1 for at in slots}
@@ -197,7 +197,7 @@ class SharedRows:
 
     def check_newest(self, version: int) -> None:
         """Raises `StaleError` unless this is the version of the newest state."""
-        self._settle()
+        self._undo_cut_write()
         if self.store.is_ousted or version != self.version:
             raise StaleError(
                 f"{self.store.path}: expected the newest state, got one that has been written to "
@@ -207,7 +207,7 @@ class SharedRows:
 
     # Writing.
 
-    def put(
+    def write_rows(
         self, version: int, slots: np.ndarray, rows: list[np.ndarray], patient: bool = True
     ) -> int:
         """Writes rows, uint8 `[B, width]` of every array, at distinct slots, signed integers `[B]`.
@@ -219,11 +219,11 @@ class SharedRows:
         if patient:
             self.drawing.wait()
         with self.store.turn:
-            self.store.own()
+            self.store.ensure_writer()
             self.check_newest(version)
             if not len(slots):
                 return version
-            pieces = runs(slots)
+            pieces = find_runs(slots)
             # Blocks that no state reads yet are written first: only these need room on the disk.
             writes: list[RowWrite] = []
             try:
@@ -262,7 +262,7 @@ class SharedRows:
         thread = threading.get_ident()
         return LastWrite(version, slots, before, is_kept, self._lost, forget, thread)
 
-    def take_back(self, version: int) -> None:
+    def undo_last_write(self, version: int) -> None:
         """Undoes the last write if this thread made it, to the state of this version.
 
         It is for a write that was interrupted after it had happened, so that no state includes it.
@@ -275,9 +275,9 @@ class SharedRows:
                 and last.version == version
             ):
                 last.is_over = False
-                self._settle()
+                self._undo_cut_write()
 
-    def _settle(self) -> None:
+    def _undo_cut_write(self) -> None:
         """Takes back a write that was cut off, if there is one."""
         last = self._last
         if last is None or last.is_over:
@@ -296,6 +296,6 @@ class SharedRows:
                 for array, rows in zip(self._arrays, last.rows, strict=True):
                     array.write_rows(last.slots, rows)
             self._lost = last.lost if last.is_kept else np.union1d(last.lost, last.slots)
-            self._num_undone += 1  # before the version is the old one again; see `take`
+            self._num_undone += 1  # before the version is the old one again; see `read_rows`
             last.forget()
             self._last = None

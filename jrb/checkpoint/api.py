@@ -20,9 +20,8 @@ from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions, loading, manifest, saving, schema
 from jrb.checkpoint.descriptions import Several
-from jrb.checkpoint.external_items import AS_SAVED, PLAIN, Hook, Inward, Outward
-from jrb.checkpoint.loading import OpenedCheckpoint
-from jrb.checkpoint.saving import SaveJob
+from jrb.checkpoint.loading import LoadOptions, OpenedCheckpoint
+from jrb.checkpoint.saving import Hook, ItemOptions, SaveJob
 from jrb.migrate import rebuild
 from jrb.mix import AnyState, Mix
 from jrb.sharding import Sharded
@@ -114,7 +113,7 @@ def save(
         >>> jrb.load(path, decode=unpack)[1].storage["mask"].shape
         (4, 9)
     """
-    path, out = _settled(path), Outward(encode, items)
+    path, out = _settled(path), ItemOptions(encode, items)
     layout = ("h5" if _is_file(path) else "native") if layout is None else layout
     _check_options(layout, compression, keep, out)
     if layout == "native":
@@ -125,7 +124,7 @@ def save(
     return 0
 
 
-def _check_options(layout: str, compression: Any, keep: int, out: Outward) -> None:
+def _check_options(layout: str, compression: Any, keep: int, out: ItemOptions) -> None:
     """Raises unless the options of a save make sense."""
     if not isinstance(out.items, bool):
         raise TypeError(f"items: expected True or False, got {out.items!r}.")
@@ -139,7 +138,7 @@ def _check_options(layout: str, compression: Any, keep: int, out: Outward) -> No
         raise ValueError("compression: expected none with layout='native'. It is for layout='h5'.")
     if layout == "h5" and keep:
         raise ValueError(f"keep: expected 0 with layout='h5', which is one file, got {keep!r}.")
-    if layout == "h5" and out != PLAIN:
+    if layout == "h5" and out != ItemOptions():
         raise ValueError(
             "encode, items: expected none with layout='h5', whose files others read. Use "
             "compression=, or layout='native'."
@@ -245,7 +244,7 @@ def save_async(
     Raises:
         As `save`; also the error of an earlier save to this path.
     """
-    path, out = _settled(path), Outward(encode, items)
+    path, out = _settled(path), ItemOptions(encode, items)
     if _is_file(path):
         raise ValueError(f"{path}: expected a folder, got a file of HDF5. jrb.save writes it.")
     _check_options("native", None, keep, out)
@@ -407,8 +406,8 @@ def load(
     path = _settled(path)
     checks.flag("verify", verify)
     checks.flag("cast", cast)
-    back = Inward(decode, items, verify, cast)
-    read = functools.partial(load_generation, number=generation, extra=extra, back=back)
+    options = LoadOptions(decode, items, verify, cast)
+    read = functools.partial(load_generation, number=generation, extra=extra, options=options)
     if _is_file(path):
         if generation or any(given is not None for given in (extra, decode, items)):
             raise ValueError(
@@ -504,7 +503,7 @@ def load_generation(
     device: Device,
     number: int | None = None,
     extra: Item = None,
-    back: Inward = AS_SAVED,
+    options: LoadOptions = loading.AS_SAVED,
 ) -> Any:
     """Returns a description and its state; and the saved `extra`, if there is an example of it."""
     # The generation does not expire before the store is closed; a storage on disk keeps it open.
@@ -512,7 +511,7 @@ def load_generation(
     checkpoint = OpenedCheckpoint(path, store, store.meta)
     try:
         besides = () if extra is None else (loading.extra(checkpoint, extra),)
-        loaded = *loading.load(checkpoint, buffer, example, device, back), *besides
+        loaded = *loading.load(checkpoint, buffer, example, device, options), *besides
     except BaseException:
         store.close()
         raise
@@ -526,7 +525,7 @@ def _settled(path: Path) -> str:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected a path, got {path!r}. The order is (path, buffer, state).")
     # Made absolute before the wait, as a relative path means another folder after a `chdir`.
-    absolute = files.absolute(path)
+    absolute = files.absolute_path(path)
     settle(absolute)
     return absolute
 
@@ -548,7 +547,7 @@ def generations(path: Path) -> list[int]:
     return (
         [_hdf5().metadata(path)["generation"]]
         if _is_file(path)
-        else commits.numbers(commits.folder_at(path))
+        else commits.list_generations(commits.open_folder(path))
     )
 
 
@@ -605,5 +604,5 @@ def verify(path: Path, progress: Progress = no_progress) -> list[str]:
         FileNotFoundError: there is no checkpoint.
     """
     path = _settled(path)
-    check = _hdf5().verify if _is_file(path) else block_store.damages
+    check = _hdf5().verify if _is_file(path) else block_store.find_damages
     return list(map(printable, check(path, progress)))

@@ -1,4 +1,4 @@
-"""Converts descriptions of buffers, and structures of items, to JSON and back.
+"""Converts descriptions of buffers and structures of items to JSON, objects to bytes, and back.
 
 Decoding imports nothing, and calls only constructors of descriptions and of containers whose
 classes the program has already defined, so that a file cannot make it run code. Of functions only
@@ -7,21 +7,24 @@ the names are saved: to load a description with a function, pass it to `load`.
 
 import contextlib
 import dataclasses
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from jrb import buffer, keys, mix, samplers, sharding, storages, transforms, units, writers
 from jrb._store.files import DamagedError
-from jrb._util import casting, pytree
+from jrb._util import casting, pytree, wording
 from jrb._util.pytree import DType, PyTree
 from jrb.buffer import ReplayBuffer
 from jrb.mix import Mix
 from jrb.sharding import Sharded
+from jrb.state import Device
 from jrb.types import Item, StatefulTransform, Storage
 
 OWN = samplers, storages, transforms, units, writers, buffer, keys, mix, sharding
@@ -159,12 +162,20 @@ def decode(node: Json, where: str = "buffer") -> Any:
             "its module first, or pass load(path, buffer=...)."
         )
     fields = {key: decode(part, f"{where}.{key}") for key, part in node["fields"].items()}
-    if fields.keys() != {field.name for field in dataclasses.fields(cls)}:
+    # Options that the part did not have when it was saved get their defaults.
+    names = {field.name for field in dataclasses.fields(cls)}
+    if not names - _defaults_of(cls).keys() <= fields.keys() <= names:
         raise UnknownError(
             f"{where}: {node['part']} has other fields than it had when it was saved, "
             f"{sorted(fields)}. Pass load(path, buffer=...)."
         )
     return _construct(cls, fields, where)
+
+
+def _defaults_of(cls: Any) -> dict[str, Any]:
+    """Returns the defaults of a part's options that have one."""
+    fields = dataclasses.fields(cls) if pytree.is_component(cls) else ()
+    return {it.name: it.default for it in fields if it.default is not dataclasses.MISSING}
 
 
 def _construct(cls: Any, fields: dict[str, Any], where: str) -> Any:
@@ -196,11 +207,11 @@ def matched(path: str, saved: Json, given: Any, kind: type) -> Any:
     """
     if given is None:
         with read_from(path):
-            description = decode(with_defaults(saved))
+            description = decode(saved)
             if not isinstance(description, kind):
                 raise ValueError(f"buffer: expected a {kind.__name__}, got {_short(saved)}")
             return description
-    lines = _differences(binding(with_defaults(saved)), binding(encode(given)), "buffer")
+    lines = _differences(binding(saved), binding(encode(given)), "buffer")
     if lines:
         raise OtherError(
             f"load: {lines[0]}. Build the buffer as it was saved, leave buffer= out, or change "
@@ -210,18 +221,21 @@ def matched(path: str, saved: Json, given: Any, kind: type) -> Any:
 
 
 def binding(node: Json) -> Json:
-    """Returns an encoded description without the options on which no state depends."""
+    """Returns an encoded description without the options on which no state depends.
+
+    Options that its parts did not have when it was saved have their defaults.
+    """
     if isinstance(node, list):
         return [binding(entry) for entry in node]
     if not isinstance(node, dict):
         return node
     if "fields" not in node:
         return {key: binding(entry) for key, entry in node.items()}
-    free = {"batch_size", "transforms", "min_size", "cast", "requires_mask"}
     cls = find_class(node["part"])
+    free = {"batch_size", "transforms", "min_size", "cast", "requires_mask"}
     if cls is not None and issubclass(cls, Storage | StatefulTransform):
         free |= set(cls.unbound)
-    fields = node["fields"]
+    fields = {name: encode(value) for name, value in _defaults_of(cls).items()} | node["fields"]
     bound = {name: binding(entry) for name, entry in fields.items() if name not in free}
     # The state depends on all transforms up to the last one that has a state.
     transforms = fields.get("transforms")
@@ -251,22 +265,6 @@ def _differences(saved: Json, given: Json, where: str) -> list[str]:
     if saved == given:
         return []
     return [f"{where}: expected {_short(saved)} as it was saved, got {_short(given)}"]
-
-
-def with_defaults(node: Json) -> Json:
-    """Returns an encoded description in which options that its parts did not have are defaults."""
-    if isinstance(node, list):
-        return [with_defaults(entry) for entry in node]
-    if not isinstance(node, dict):
-        return node
-    if "part" not in node:
-        return {key: with_defaults(entry) for key, entry in node.items()}
-    fields = {key: with_defaults(entry) for key, entry in node["fields"].items()}
-    cls: Any = find_class(node["part"])
-    for field in dataclasses.fields(cls) if pytree.is_component(cls) else ():
-        if field.name not in fields and field.default is not dataclasses.MISSING:
-            fields[field.name] = encode(field.default)
-    return {"part": node["part"], "fields": fields}
 
 
 def _short(node: Json) -> str:
@@ -382,3 +380,117 @@ def dtype_of(name: str) -> Any:
     if kind != "key" and (dtype.kind in "OSUMm" or dtype.fields is not None):
         raise UnknownError(f"expected a dtype of numbers, got {name!r}.")
     return dtype
+
+
+# Objects of a `ListStorage`, by msgpack: JSON's types, bytes, tuples and arrays, but no code. Each
+# save writes all of them: a list with a blob for each slot, empty for a slot without an object.
+
+_TUPLE, _NUMPY, _SCALAR, _JAX = range(4)  # msgpack's extension types
+
+
+def pack_objects(slots: np.ndarray, objects: Iterable[Any], capacity: int) -> bytes:
+    """Returns the bytes of objects that are at some of N slots."""
+    msgpack, blobs = wording.require("msgpack", "objects"), [b""] * capacity
+    pack = functools.partial(msgpack.packb, unicode_errors="surrogatepass")
+
+    def pack_extension(kind: int, value: list[Any]) -> Any:
+        return msgpack.ExtType(kind, pack(value))
+
+    for slot, value in zip(slots.tolist(), objects, strict=True):
+        where = f"the object in slot {slot}"
+        try:
+            blobs[slot] = pack(_to_msgpack(value, where, pack_extension))
+        except (RecursionError, ValueError) as error:  # msgpack's own limit is a ValueError
+            raise ValueError(
+                f"save: {where}: expected lists and dicts that end, got one that holds itself, or "
+                "is too deep."
+            ) from error
+    return pack(blobs)
+
+
+def _to_msgpack(value: Any, where: str, extension: Callable[[int, list[Any]], Any]) -> Any:
+    """Returns an object of msgpack's own types, with extension types for tuples and arrays."""
+    if value is None or type(value) in (bool, float, str, bytes):
+        return value
+    # The range of msgpack; `type` and not `isinstance`, as a subclass would come back as an int.
+    if type(value) is int and -(1 << 63) <= value < 1 << 64:
+        return value
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return extension(*_array_to_msgpack(value, where))
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        entries = [_to_msgpack(one, f"{where}[{n}]", extension) for n, one in enumerate(value)]
+        return entries if type(value) is list else extension(_TUPLE, entries)
+    odd_keys = [key for key in value if type(key) is not str] if type(value) is dict else []
+    if type(value) is dict and not odd_keys:
+        return {key: _to_msgpack(one, f"{where}[{key!r}]", extension) for key, one in value.items()}
+    name = name_of(type(value)).replace(":", ".")
+    why = f" with the key {odd_keys[0]!r}" if odd_keys else ""
+    why = " of more than 64 bits" if type(value) is int else why
+    raise TypeError(
+        f"save: {where}: expected None, numbers, str, bytes, lists, tuples, dicts with str keys, "
+        f"or arrays, got {name}{why}. Store it as one of these."
+    )
+
+
+def _array_to_msgpack(value: Any, where: str) -> tuple[int, list[Any]]:
+    """Returns the extension type of an array, and its dtype, shape and bytes."""
+    dtype, is_own = value.dtype, False
+    # Times and strings have a unit or a length in their code, which their name lacks.
+    by_code = not casting.is_keys(dtype) and dtype.kind in "SUMm"
+    name = dtype.str if by_code else dtype_name(dtype)
+    with contextlib.suppress(UnknownError):
+        is_own = _dtype_from_msgpack(name) == dtype
+    is_array = isinstance(value, jax.Array | np.generic) or type(value) is np.ndarray
+    if not is_own or not is_array or isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"save: {where}: expected an array of numbers, got a {type(value).__name__} of "
+            f"dtype {dtype}. Store its fields, or np.asarray of it."
+        )
+    kind = _JAX if isinstance(value, jax.Array) else _SCALAR
+    kind = _NUMPY if isinstance(value, np.ndarray) else kind
+    return kind, [name, list(value.shape), np.asarray(casting.raw(value)).tobytes()]
+
+
+def unpack_objects(path: str, data: Any, device: Device) -> tuple[np.ndarray, list[Any]]:
+    """Returns the slots and the objects whose bytes `pack_objects` returned."""
+    msgpack = wording.require("msgpack", "objects")
+
+    def unpack(data: Any) -> Any:
+        return msgpack.unpackb(data, ext_hook=from_extension, unicode_errors="surrogatepass")
+
+    def from_extension(kind: int, data: Any) -> Any:
+        value = unpack(data)
+        return tuple(value) if kind == _TUPLE else _array_from_msgpack(kind, value, device)
+
+    try:
+        blobs = unpack(data)
+        # No object packs to an empty blob: None has a byte.
+        slots = np.array([slot for slot, blob in enumerate(blobs) if blob], np.int64)
+        return slots, [unpack(blobs[slot]) for slot in slots]
+    except (ValueError, RecursionError) as error:  # all errors of msgpack are below ValueError
+        raise DamagedError(f"{path}: expected objects, got {error!r}.") from error
+
+
+def _array_from_msgpack(
+    kind: int, value: list[Any], device: Device
+) -> np.ndarray | np.generic | jax.Array:
+    name, shape, data = value
+    dtype = _dtype_from_msgpack(name)
+    spec = casting.raw_spec(jax.ShapeDtypeStruct(tuple(shape), dtype))
+    # A bytearray, so that the array can be written to, as the one that was saved.
+    raw = np.frombuffer(bytearray(data), spec.dtype) if data else np.zeros(0, spec.dtype)
+    raw = raw.reshape(spec.shape)
+    if kind != _JAX:
+        return raw[()] if kind == _SCALAR else raw
+    array = jnp.asarray(raw)
+    if array.dtype != raw.dtype:
+        raise TypeError(
+            f"load: expected a program that keeps {raw.dtype}, as an object was saved in one, "
+            "got one that does not. Set jax_enable_x64."
+        )
+    array = casting.wrap_words(array, dtype)
+    return array if device is None else jax.device_put(array, device)
+
+
+def _dtype_from_msgpack(name: str) -> Any:
+    return np.dtype(name) if name[1:2] in (*"SUMm",) else dtype_of(name)

@@ -34,11 +34,12 @@ from jrb._store.block_store import Progress, no_progress
 from jrb._store.files import DamagedError, Folder, Lock, refuse_damage
 from jrb._util import casting, pytree
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import descriptions, external_items, loading, manifest, saving, schema
+from jrb.checkpoint import descriptions, loading, manifest, saving, schema
 from jrb.checkpoint.descriptions import Several
 from jrb.checkpoint.schema import Snapshot
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.nested import iter_trajectories
+from jrb.migrate import pieces
 from jrb.mix import Description
 from jrb.state import Device
 from jrb.types import Item
@@ -129,13 +130,13 @@ def is_own(path: str) -> bool:
 
 
 def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
-    buffer, items = saved.buffer, external_items.Items(saved)
+    buffer, items = saved.buffer, schema.ItemReader(saved)
     # Oldest first. Empty slots are not written, so that the file is as large as its items.
-    slots = external_items.in_order(buffer, saved.state.writer)
+    slots = schema.held_slots(buffer, saved.state.writer)
     specs = jax.tree.leaves(items.spec)
     arrays = [np.empty((len(slots), *leaf.shape), leaf.dtype) for leaf in specs]
-    for part in external_items.in_parts(np.arange(len(slots)), pytree.nbytes(saved.spec)):
-        for array, leaf in zip(arrays, jax.tree.leaves(items.take(slots[part])), strict=True):
+    for part in pieces(np.arange(len(slots)), pytree.nbytes(saved.spec)):
+        for array, leaf in zip(arrays, jax.tree.leaves(items.read(slots[part])), strict=True):
             array[part] = leaf
     about = schema.about(saving.BUFFER, saved) | {"trajectories": []}
     if len(slots):
@@ -153,7 +154,7 @@ def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
             for name, leaf in rows.items():
                 _put(group, name, leaf, leaf.dtype, options)
     group = file.create_group("state")
-    state = schema.with_tree_leaves(external_items.without(buffer, saved.state))
+    state = schema.with_tree_leaves(schema.without_items(buffer, saved.state))
     for name, leaf in schema.by_name(state).items():
         _put(group, name, np.asarray(casting.raw(leaf)), leaf.dtype, options)
     text = np.frombuffer(json.dumps(about, separators=(",", ":")).encode(), np.uint8)
@@ -211,7 +212,7 @@ def _read(
     buffer, spec = schema.fitting(file.filename, about, given, example)
     buffer = schema.loadable(buffer, given is not None)
     want = schema.blank(buffer, spec)
-    arrays = external_items.without(buffer, want)
+    arrays = schema.without_items(buffer, want)
     group, kinds = cast(h5py.Group, file["state"]), {}
 
     def add(name: str, _: Any) -> None:
@@ -227,9 +228,9 @@ def _read(
 
     group.visititems(add)
     state = loading.restore_arrays(file.filename, kinds, fill, arrays, device)
-    slots = external_items.in_order(buffer, state.writer)
-    pieces = external_items.pieces_of(slots, _items(file, buffer, spec, about), spec)
-    return buffer, external_items.restored(buffer, want, state, spec, pieces, device)
+    slots = schema.held_slots(buffer, state.writer)
+    parts = loading.split_items(slots, _items(file, buffer, spec, about), spec)
+    return buffer, loading.restore_items(buffer, want, state, spec, parts, device)
 
 
 def _not_ours(path: str) -> ValueError:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,23 +11,71 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import sum_tree
-from jrb._core import memory
+from jrb._core import eager, memory, steps
 from jrb._store.block_store import BlockStore
-from jrb._store.blocks import BlockArray, aligned
+from jrb._store.blocks import BlockArray, allocate_aligned, is_zero
 from jrb._store.files import DamagedError
 from jrb._store.threads import run_all
 from jrb._util import casting, pytree
 from jrb._xla import compat
-from jrb.checkpoint import descriptions, external_items, manifest, saving, schema
+from jrb._xla.compiling import by_description
+from jrb.checkpoint import descriptions, manifest, saving, schema
 from jrb.checkpoint.descriptions import Several
-from jrb.checkpoint.external_items import Inward, Pieces
 from jrb.checkpoint.manifest import EXTRA
+from jrb.checkpoint.saving import Hook, check_result, sampled_indices
+from jrb.migrate import pieces
 from jrb.mix import Description, Mix
 from jrb.sharding import Sharded
 from jrb.state import Buffer, BufferState, Device
-from jrb.storages import host_rows
+from jrb.storages import DeviceStorage, host_rows
+from jrb.storages.device import next_observation_rows, shared_leaves
+from jrb.storages.host_rows import bytes_of
 from jrb.storages.memmap import ITEMS, item_sources
 from jrb.types import Item
+from jrb.types.messages import PartState, WritePlan
+
+Pieces = Iterable[tuple[np.ndarray, list[np.ndarray]]]
+"""Pairs of the indices of rows, and the leaves of the rows' items; see `schema.ItemReader`."""
+
+_MEND = "Pass what jrb.items(buffer, state) gave when it was saved."
+_NOWHERE = 2**31 - 1  # a slot that is in no array
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadOptions:
+    """The options of a load about items; see `jrb.checkpoint.load`."""
+
+    decode: Any = None
+    items: Item = None
+    verify: bool = True
+    cast: bool = False
+
+    def check(self, path: str, form: dict[str, Any]) -> None:
+        """Raises unless these options fit a checkpoint; `form` is the metadata of its items."""
+        name = form.get("encode")
+        if name is not None and self.decode is None:
+            raise ValueError(
+                f"{path}: expected decode=, as the items were encoded by {name}. Pass its inverse: "
+                "load(path, decode=...)."
+            )
+        if name is None and self.decode is not None:
+            raise ValueError(
+                f"{path}: decode: expected None, as the items were saved without encode=, got "
+                f"{saving.function_name(self.decode)}. Leave it out."
+            )
+        if name is not None and not callable(self.decode):
+            raise TypeError(f"{path}: decode: expected a function, got {self.decode!r}.")
+        is_needed = form.get("kind") == saving.LEFT_OUT
+        if is_needed and self.items is None:
+            raise ValueError(
+                f"{path}: expected items=, as it was saved with items=False. Pass what "
+                "jrb.items(buffer, state) gave then: load(path, items=...)."
+            )
+        if not is_needed and self.items is not None:
+            raise ValueError(f"{path}: items: expected None, as the items are there. Leave it out.")
+
+
+AS_SAVED = LoadOptions()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +123,15 @@ class OpenedCheckpoint:
 
 
 def load(
-    checkpoint: OpenedCheckpoint, given: Several, example: Item, device: Any, back: Inward
+    checkpoint: OpenedCheckpoint, given: Several, example: Item, device: Any, options: LoadOptions
 ) -> tuple[Any, Any]:
     """Returns the descriptions and the states of a generation."""
     if given is not None:
         descriptions.check(given, "load")
     path, meta, kind = checkpoint.path, checkpoint.meta, str(checkpoint.meta.get("kind"))
     if kind not in (manifest.MIX, manifest.SHARDED, manifest.SEVERAL):
-        load_to = lambda device: _load(checkpoint, given, example, device, back)
-        return load_with_cast(load_to, path, given is not None, device, back.cast)
+        load_to = lambda device: _load(checkpoint, given, example, device, options)
+        return load_with_cast(load_to, path, given is not None, device, options.cast)
     if kind == manifest.SEVERAL:
         names = list(meta["parts"])
         whole: Any = dict.fromkeys(names) if meta["is_dict"] else (None,) * len(names)
@@ -99,12 +148,12 @@ def load(
     if given is not None:
         part = given.part if isinstance(given, Sharded) else given
         buffers = descriptions.for_each(whole, part, "load: buffers")
-    if back.items is not None:
-        items = descriptions.for_each(whole, back.items, "load: items")
-    decodes = descriptions.hook_for_each(whole, back.decode, "load: decode functions")
+    if options.items is not None:
+        items = descriptions.for_each(whole, options.items, "load: items")
+    decodes = descriptions.hook_for_each(whole, options.decode, "load: decode functions")
 
     def load_part(name: str, device: Any) -> tuple[Any, Any]:
-        inward = dataclasses.replace(back, decode=decodes[name], items=items[name])
+        inward = dataclasses.replace(options, decode=decodes[name], items=items[name])
         return load(checkpoint.part(name), buffers[name], examples[name], device, inward)
 
     if not isinstance(whole, Sharded):
@@ -135,18 +184,18 @@ def load_with_cast(
         if not isinstance(wide, BufferState) or wide.edits.ndim:
             raise TypeError(f"{path}: cast: expected a single state, got states under vmap.")
         saved = schema.snapshot(buffer, wide)
-        slots = external_items.in_order(saved.buffer, wide.writer)
-        items = external_items.Items(saved).take(slots)
-        state = external_items.without(saved.buffer, saved.state)
+        slots = schema.held_slots(saved.buffer, wide.writer)
+        items = schema.ItemReader(saved).read(slots)
+        state = schema.without_items(saved.buffer, saved.state)
     narrow = lambda leaf: (
         leaf if casting.is_keys(leaf.dtype) else casting.cast_for_jax(leaf, "load")
     )
     spec = jax.tree.map(narrow, saved.spec)
     leaves = jax.tree.leaves(casting.cast_for_jax(items, "load"))
     buffer = schema.loadable(buffer, given and not schema.is_at(path, buffer))
-    pieces = external_items.pieces_of(slots, leaves, spec)
+    parts = split_items(slots, leaves, spec)
     want = schema.blank(buffer, spec)
-    state = external_items.restored(buffer, want, state, spec, pieces, device)
+    state = restore_items(buffer, want, state, spec, parts, device)
     return buffer, state if device is None else jax.device_put(state, device)
 
 
@@ -155,42 +204,122 @@ def _load(
     given: Description | None,
     example: Item,
     device: Device,
-    back: Inward,
+    options: LoadOptions,
 ) -> tuple[Any, Any]:
     """Returns the description and the state of one buffer."""
     path, meta = checkpoint.path, checkpoint.meta
     form, kind = meta.get("form") or {}, meta.get("kind")
-    back.check(path, form)
+    options.check(path, form)
     if kind not in (saving.BUFFER, saving.STORE):
         raise ValueError(f"{path}: expected a checkpoint of a buffer, got one of kind {kind!r}.")
     buffer, spec = schema.fitting(path, meta, given, example)
     if kind == saving.STORE:
-        return _reopened(checkpoint, buffer, spec, device, back.verify)
+        return _reopened(checkpoint, buffer, spec, device, options.verify)
     buffer = schema.loadable(buffer, given is not None)
     want = schema.batched(schema.blank(buffer, spec), tuple(meta["batch"]))
-    arrays = external_items.without(buffer, want) if form else want
+    arrays = schema.without_items(buffer, want) if form else want
     state = restore_arrays(path, checkpoint.kinds(), checkpoint.fill, arrays, device)
-    is_kept = form.get("kind") == external_items.KEPT
-    slots = external_items.in_order(buffer, state.writer) if is_kept else None
     if buffer.storage.of_objects:
-        data = None
-        if slots is None:
-            data = checkpoint.store.array_bytes(
-                checkpoint.prefix + external_items.OBJECT_ARRAY
-            ).data
-        storage = external_items.restored_objects(path, data, buffer, slots, back.items, device)
+        storage = _load_objects(checkpoint, buffer, state, options, device)
         return buffer, state.replace(storage=storage)
-    pieces: Pieces
-    if slots is not None:
-        pieces = external_items.kept_pieces(path, form, slots, spec, back.items)
-    elif form:
-        store, prefix = checkpoint.store, checkpoint.prefix
-        pieces = external_items.decoded(path, store, prefix, form, spec, back.decode)
-    elif schema.is_on_host(buffer):
-        pieces = _item_pieces(_item_arrays(checkpoint, spec, buffer.capacity), spec)
-    else:
+    parts = read_pieces(checkpoint, buffer, state, spec, options)
+    if parts is None:
         return buffer, state
-    return buffer, external_items.restored(buffer, want, state, spec, pieces, device)
+    return buffer, restore_items(buffer, want, state, spec, parts, device)
+
+
+def _load_objects(
+    checkpoint: OpenedCheckpoint,
+    buffer: Buffer,
+    state: BufferState,
+    options: LoadOptions,
+    device: Device,
+) -> Any:
+    """Returns the storage's state with the saved objects, or with those that the user has kept."""
+    path, form = checkpoint.path, checkpoint.meta["form"]
+    if form["kind"] != saving.LEFT_OUT:
+        data = checkpoint.store.array_bytes(checkpoint.prefix + saving.OBJECT_ARRAY).data
+        slots, objects = descriptions.unpack_objects(path, data, device)
+    else:
+        slots, objects = schema.held_slots(buffer, state.writer), options.items
+        if not isinstance(objects, list | tuple):
+            raise TypeError(
+                f"{path}: items: expected a list, got {type(objects).__name__}. {_MEND}"
+            )
+        if len(objects) != len(slots):
+            raise ValueError(
+                f"{path}: items: expected {len(slots)} objects, got {len(objects)}. {_MEND}"
+            )
+    view = eager.init(buffer, {}, None).storage
+    return view.after(view.rows.edit(view.version, slots, list(objects)))
+
+
+# The items of a buffer, in pieces.
+
+
+def read_pieces(
+    checkpoint: OpenedCheckpoint,
+    buffer: Buffer,
+    state: BufferState,
+    spec: Item,
+    options: LoadOptions,
+) -> Pieces | None:
+    """Returns the items that are not in the arrays of the state; None if there are none."""
+    form = checkpoint.meta.get("form") or {}
+    if form.get("kind") == saving.LEFT_OUT:
+        slots = schema.held_slots(buffer, state.writer)
+        return _check_given_items(checkpoint.path, form, slots, spec, options.items)
+    if form:
+        return _decode_pieces(checkpoint, spec, options.decode)
+    if schema.is_on_host(buffer):
+        return _read_pieces_on_host(checkpoint, spec, buffer.capacity)
+    return None
+
+
+def split_items(slots: np.ndarray, leaves: list[np.ndarray], spec: Item) -> Pieces:
+    """Yields pieces of some megabytes of items in memory: slots, and their items."""
+    for part in pieces(np.arange(len(slots)), pytree.nbytes(spec)):
+        yield slots[part], [leaf[part] for leaf in leaves]
+
+
+def _check_given_items(
+    path: str, form: dict[str, Any], slots: np.ndarray, spec: Item, items: Item
+) -> Pieces:
+    """Checks the items of a user, and returns pieces of them."""
+    want = schema.batched(schema.host_spec(spec), (len(slots),))
+    pytree.check_like(want, items, f"{path}: items", _MEND)
+    leaves, sampled = list(map(np.asarray, jax.tree.leaves(items))), sampled_indices(len(slots))
+    sums = [zlib.crc32(bytes_of(leaf[sampled], len(sampled)).tobytes()) for leaf in leaves]
+    for name, got, expected in zip(pytree.leaf_names(spec), sums, form["sums"], strict=True):
+        if got != expected:
+            raise ValueError(
+                f"{path}: items: leaf '{name}': expected the items that were held, oldest first, "
+                f"got others. {_MEND}"
+            )
+    return split_items(slots, leaves, spec)
+
+
+def _decode_pieces(checkpoint: OpenedCheckpoint, spec: Item, decode: Hook) -> Pieces:
+    """Yields indices of rows and the leaves of their decoded items; skips items of zeros."""
+    with descriptions.read_from(checkpoint.path):
+        structure = descriptions.decode_structure(checkpoint.meta["form"]["structure"])
+    store, name = checkpoint.store, checkpoint.prefix + saving.ENCODED_ARRAY
+    array, item_spec, specs = store.arrays[name], schema.host_spec(spec), jax.tree.leaves(structure)
+    ends = np.cumsum([pytree.nbytes(leaf) for leaf in specs])
+    for block in np.flatnonzero(store.hashes[name]).tolist():
+        start, stop = array.spec.rows_of(block, block)
+        columns = np.split(array.read_block(block).reshape(stop - start, -1), ends[:-1], axis=1)
+        leaves = _leaves_of_bytes(columns, specs)
+        items = decode(jax.tree.unflatten(jax.tree.structure(structure), leaves))
+        yield np.arange(start, stop), check_result(items, item_spec, stop - start, "decode")
+
+
+def _leaves_of_bytes(rows: list[np.ndarray], specs: list[Any]) -> list[np.ndarray]:
+    """Returns the leaves `[B, ...]` of these specs that have the bytes `rows`."""
+    return [
+        np.ascontiguousarray(row).view(spec.dtype).reshape(len(row), *spec.shape)
+        for row, spec in zip(rows, specs, strict=True)
+    ]
 
 
 def _item_arrays(checkpoint: OpenedCheckpoint, spec: Item, capacity: int) -> list[BlockArray]:
@@ -203,9 +332,10 @@ def _item_arrays(checkpoint: OpenedCheckpoint, spec: Item, capacity: int) -> lis
     return [checkpoint.store.arrays[checkpoint.prefix + name] for name in sources]
 
 
-def _item_pieces(arrays: list[BlockArray], spec: Item) -> Pieces:
+def _read_pieces_on_host(checkpoint: OpenedCheckpoint, spec: Item, capacity: int) -> Pieces:
     """Yields slots, up to the last one written, and the checked leaves of their items."""
-    specs = jax.tree.leaves(external_items.host_spec(spec))
+    arrays = _item_arrays(checkpoint, spec, capacity)
+    specs = jax.tree.leaves(schema.host_spec(spec))
     # All arrays have a block that begins at a multiple of their largest block.
     largest = max(array.spec.block for array in arrays)
     step = largest * max(1, schema.PIECE // max(largest * pytree.nbytes(spec), 1))
@@ -213,13 +343,103 @@ def _item_pieces(arrays: list[BlockArray], spec: Item) -> Pieces:
     for start in range(0, reach, step):
         count = min(step, reach - start)
         rows = [np.empty((count, array.spec.width), np.uint8) for array in arrays]
-        run_all(
-            [
-                functools.partial(array.fill, target, start // array.spec.block)
-                for array, target in zip(arrays, rows, strict=True)
-            ]
-        )
-        yield np.arange(start, start + count), external_items.viewed(rows, specs)
+        fills = [
+            functools.partial(array.fill, target, start // array.spec.block)
+            for array, target in zip(arrays, rows, strict=True)
+        ]
+        run_all(fills)
+        yield np.arange(start, start + count), _leaves_of_bytes(rows, specs)
+
+
+# Items that go back into a state.
+
+
+def restore_items(
+    buffer: Buffer, want: Any, state: Any, spec: Item, parts: Pieces, device: Device
+) -> Any:
+    """Returns the state with the items of all pieces; rows that are in no piece are zeros.
+
+    `want` has the specs of the whole state, and is not used for items on the host.
+    """
+    if schema.is_on_host(buffer):
+        view = buffer.storage.view(eager.init(buffer, spec, None).storage)
+        host_rows, version = view.rows, view.version
+        for slots, leaves in parts:
+            # Rows that are not written read as zeros, and take no disk.
+            if not all(is_zero(bytes_of(leaf, len(leaf))) for leaf in leaves):
+                raws = zip(leaves, host_rows.raw, strict=True)
+                words = [leaf.view(raw.dtype) for leaf, raw in raws]
+                version = host_rows.put(version, slots, *words)
+        return attach_rows(buffer, state, view.after(version))
+    # Arrays of items begin as zeros; all other arrays of the storage were saved, and are kept.
+    blank = set(map(id, jax.tree.leaves(buffer.storage.slotted(want.storage))))
+    own, raws = iter(jax.tree.leaves(state.storage)), jax.tree.map(casting.raw_spec, want.storage)
+    zeros = lambda leaf, raw: casting.wrap_words(jnp.zeros(raw.shape, raw.dtype), leaf.dtype)
+    zeros_or_saved = lambda leaf, raw: zeros(leaf, raw) if id(leaf) in blank else next(own)
+    storage = jax.tree.map(zeros_or_saved, want.storage, raws)
+    specs, structure = jax.tree.flatten(spec)
+    for rows, leaves in parts:
+        buffers, slots = np.divmod(rows, buffer.capacity)
+        for number in np.unique(buffers):
+            which = buffers == number
+            count = np.count_nonzero(which)
+            size = 1 << int(count - 1).bit_length()  # the write is compiled for each size
+            padded = np.full(size, _NOWHERE, np.int32)
+            padded[:count] = slots[which]
+            values = []
+            for leaf, one in zip(leaves, specs, strict=True):
+                array = np.zeros((size, *leaf.shape[1:]), leaf.dtype)
+                array[:count] = leaf[which]
+                values.append(casting.wrap_words(jnp.asarray(array), one.dtype))
+            items = jax.tree.unflatten(structure, values)
+            index = tuple(np.unravel_index(number, want.edits.shape)) if want.edits.ndim else ()
+            storage = _put_items(buffer, storage, state.writer, index, jnp.asarray(padded), items)
+    storage = storage if device is None else jax.device_put(storage, device)
+    return state.replace(storage=storage)
+
+
+def attach_rows(buffer: Buffer, state: BufferState, view: Any) -> Any:
+    """Returns the state with `view`, rows on the host that are already written, as its items."""
+    held = functools.partial(buffer.writer.held, buffer.ring, state.writer)
+    return state.replace(storage=buffer.storage.attach(buffer.ring, view, held))
+
+
+@by_description(donated=("storage",))
+def _put_items(
+    buffer: Buffer,
+    storage: Any,
+    writer: PartState,
+    index: tuple[Any, ...],
+    slots: jax.Array,
+    items: Item,
+) -> Any:
+    """Puts items into the storage of one buffer, or of one of those under `vmap`."""
+    if index:
+        # One buffer is taken out and put back: no storage has to write under `vmap`.
+        part, writer = jax.tree.map(lambda leaf: leaf[index], (storage, writer))
+        part = _put_items(buffer, part, writer, (), slots, items)
+        return jax.tree.map(lambda whole, leaf: whole.at[index].set(leaf), storage, part)
+    context = steps.context_of(buffer, writer)
+    if not isinstance(buffer.storage, DeviceStorage) or not buffer.storage.share_next_observations:
+        # A write of rows of one item, each to a slot of its own; names of leaves may be equal.
+        number = jnp.arange(len(slots), dtype=jnp.int32)
+        is_written, none = jnp.ones(len(slots), jnp.bool_), jnp.zeros((), jnp.int32)
+        plan = WritePlan(slots, slots[:, None], is_written, number + 1, none, consecutive=False)
+        rows = jax.tree.map(lambda leaf: leaf[:, None], items)
+        return buffer.storage.write(context, storage, plan, rows)[0]
+    put = buffer.storage.edit
+    values = dict(zip(pytree.leaf_names(items), jax.tree.leaves(items), strict=True))
+    # A shared next observation has no row of its own that could be written.
+    twins = shared_leaves(buffer.storage.spec(storage), buffer.keys)
+    own = {name: leaf for name, leaf in values.items() if name not in twins}
+    if twins:
+        # Most next observations are those of the next row. The others have rows after the first N.
+        source = next_observation_rows(context, storage, jnp.minimum(slots, buffer.capacity - 1))
+        has_row = (slots < buffer.capacity) & (source >= buffer.capacity)
+        rows = jnp.where(has_row, source, _NOWHERE)
+        shared = {observation: values[name] for name, observation in twins.items()}
+        storage = put(context, storage, rows, shared)
+    return put(context, storage, slots, own)
 
 
 # A state of its arrays.
@@ -262,7 +482,7 @@ def restore_arrays(
     placed: list[Any] = []
     for name, leaf in leaves.items():
         # Aligned, so that XLA takes this memory on the host without a copy.
-        array = aligned(raws[name].shape, raws[name].dtype)
+        array = allocate_aligned(raws[name].shape, raws[name].dtype)
         fill(name, array)
         placed.append(casting.wrap_words(memory.put_on_device(array, device), leaf.dtype))
     state = jax.tree.unflatten(jax.tree.structure(specs), placed)
@@ -293,7 +513,7 @@ def _reopened(
     want, path = schema.blank(buffer, spec), checkpoint.path
     state = restore_arrays(path, checkpoint.kinds(), checkpoint.fill, want, device)
     view = host_rows.view(buffer.storage.open_rows(checkpoint.store, buffer.capacity, spec))
-    state = external_items.attach(buffer, state, view)
+    state = attach_rows(buffer, state, view)
     return buffer, state if device is None else jax.device_put(state, device)
 
 

@@ -32,9 +32,9 @@ def prefix_of(prefix: str, name: str) -> str:
 def is_checkpoint(path: str) -> bool:
     """Returns True if a folder has a generation of a checkpoint or a store, even a damaged one."""
     try:
-        folder = commits.folder_at(path)
-        numbers = commits.numbers(folder)
-        return bool(numbers) and commits.is_own(folder, commits.name_of(numbers[-1]))
+        folder = commits.open_folder(path)
+        numbers = commits.list_generations(folder)
+        return bool(numbers) and commits.is_store_file(folder, commits.generation_name(numbers[-1]))
     except OSError:
         return False
 

@@ -53,7 +53,7 @@ FOLDER = "jrb"
 
 
 def _path_in(directory: Any) -> str:
-    return os.path.join(files.absolute(directory, "directory"), FOLDER)
+    return os.path.join(files.absolute_path(directory, "directory"), FOLDER)
 
 
 class BufferHandler(_Handler):

@@ -9,8 +9,11 @@ have told their tables of blocks.
 import base64
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
+import threading
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
 
@@ -21,16 +24,16 @@ from jax.experimental import multihost_utils
 
 from jrb._store import block_store
 from jrb._store.block_store import BlockStore, Source
+from jrb._store.blocks import checksum_of, is_zero, rows_per_block
 from jrb._store.commits import SmallArray
 from jrb._util import casting, pytree
 from jrb._util.pytree import Leaf
 from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import descriptions, external_items, manifest, schema
+from jrb.checkpoint import descriptions, manifest, schema
 from jrb.checkpoint.descriptions import Several
-from jrb.checkpoint.external_items import PLAIN, Outward
 from jrb.checkpoint.manifest import EXTRA
-from jrb.checkpoint.schema import Snapshot
+from jrb.checkpoint.schema import ItemReader, Snapshot
 from jrb.mix import AnyState, Mix
 from jrb.sharding import Sharded
 from jrb.state import BufferState
@@ -41,6 +44,33 @@ from jrb.types import Item
 
 BUFFER, STORE = "buffer", "store"
 """The kinds of checkpoints of one buffer: with items of its own, or with those of its storage."""
+
+LEFT_OUT, ENCODED = "apart", "encoded"
+"""The kinds of items that were left out of a checkpoint, or that a function has encoded."""
+
+OBJECTS = {"kind": "objects", "format": "msgpack"}
+"""The metadata of items that are objects."""
+OBJECT_ARRAY, ENCODED_ARRAY = ".objects", "items/encoded"
+"""The names of the arrays in which objects and encoded items are saved."""
+
+Hook = Callable[[Any], Any]
+"""A function of K items, arrays `[K, ...]`, such as `encode`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemOptions:
+    """The options of a save about items; see `jrb.checkpoint.save`."""
+
+    encode: Any = None
+    items: bool = True
+
+
+def function_name(function: Any) -> str:
+    """Returns the name of a function, or of the one that `functools.partial` wraps."""
+    # The arguments of a partial may be anything, and are not compared.
+    while isinstance(function, functools.partial):
+        function = function.func
+    return descriptions.name_of(function)
 
 
 # What a user saves in one generation with a buffer: parameters, keys, the number of a step.
@@ -92,19 +122,139 @@ def reading(views: list[HostView]) -> Iterator[None]:
         yield
 
 
-def _host_sources(saved: Snapshot) -> dict[str, Source]:
+# The items of a buffer.
+
+
+def _sources_on_host(saved: Snapshot) -> dict[str, Source]:
     """Returns the arrays of items on the host, by name."""
     (view,) = saved.views
     rows, sources = view.rows, {}
-    specs = item_sources(saved.spec, rows.capacity).items()
-    for number, (name, source) in enumerate(specs):
 
-        def read(start: int, stop: int, number: int = number) -> np.ndarray:
-            leaf = rows.read_leaf(view.version, number, np.arange(start, stop))
-            return bytes_of(leaf, stop - start)
+    def read(number: int, start: int, stop: int) -> np.ndarray:
+        leaf = rows.read_leaf(view.version, number, np.arange(start, stop))
+        return bytes_of(leaf, stop - start)
 
-        sources[name] = dataclasses.replace(source, read=read, reach=rows.reach)
+    for number, (name, source) in enumerate(item_sources(saved.spec, rows.capacity).items()):
+        read_leaf = functools.partial(read, number)
+        sources[name] = dataclasses.replace(source, read=read_leaf, reach=rows.reach)
     return sources
+
+
+def encode_items(saved: Snapshot, encode: Hook) -> tuple[dict[str, Any], Source]:
+    """Returns the metadata of encoded items, and one array whose rows are their bytes.
+
+    The checksums of blocks as they were before `encode` are the hashes of the array, by which the
+    store finds the blocks that changed: only these are encoded. Blocks of zeros, such as slots that
+    were never written, have the hash 0. They are not encoded, and a load skips them.
+    """
+    if not callable(encode):
+        raise TypeError(f"encode: expected a function, got {encode!r}.")
+    items, num_rows = ItemReader(saved), saved.count * saved.buffer.capacity
+    form, structure, width = _describe_encoding(encode, items.spec)
+    block = rows_per_block(num_rows, max(pytree.nbytes(items.spec), width))
+    reach = saved.views[0].rows.reach if saved.views else num_rows
+    turn = threading.Lock()
+
+    def read_block(start: int) -> tuple[Any, np.ndarray]:
+        rows = items.read(np.arange(start, min(start + block, num_rows)))
+        return rows, _row_bytes(jax.tree.leaves(rows)).reshape(-1)
+
+    def hash_blocks(size: int) -> np.ndarray:
+        hashes = np.zeros(-(-num_rows // block), np.uint64)
+        for number, start in enumerate(range(0, reach, block)):
+            _, data = read_block(start)
+            hashes[number] = 0 if is_zero(data) else checksum_of(data) or 1
+        return hashes
+
+    @compat.with_settings
+    def encode_blocks(first: int, target: np.ndarray) -> None:
+        for start in range(0, len(target), block):
+            rows, data = read_block(first + start)
+            if not is_zero(data):
+                part = target[start : start + block]
+                part[:] = _row_bytes(check_result(encode(rows), structure, len(part), "encode"))
+
+    def read(start: int, stop: int) -> np.ndarray:
+        target = np.zeros((stop - start, width), np.uint8)
+        with turn:  # the function of a user is called by one thread at a time
+            encode_blocks(start, target)
+        return target
+
+    # With another form or other items, the array is another one, which is written anew.
+    kind = ["uint8", str([num_rows, width]), form, descriptions.encode_structure(saved.spec)]
+    label = "the encoded items"
+    return form, Source(kind, label, num_rows, width, read, reach, hash_blocks, None, block)
+
+
+def _describe_encoding(encode: Hook, spec: Any) -> tuple[dict[str, Any], Any, int]:
+    """Returns the metadata of items that a function encodes, their specs and bytes.
+
+    Its result for an item of zeros shows the shapes and dtypes of all results.
+    """
+    zeros = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), spec)
+    output = jax.tree.map(np.asarray, encode(zeros))
+    if not jax.tree.leaves(output):
+        raise ValueError("encode: expected arrays, got none. To leave items out, pass items=False.")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(output):
+        where = f"encode: leaf '{pytree.leaf_name(path)}'"
+        if leaf.dtype.kind in "OSUMm" or leaf.dtype.fields is not None or not leaf.dtype.isnative:
+            raise TypeError(f"{where}: expected an array of numbers, got dtype {leaf.dtype}.")
+        if leaf.shape[:1] != (1,):
+            raise ValueError(
+                f"{where}: expected one row for each of K items, got shape {leaf.shape} for one."
+            )
+    structure = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), output)
+    if not pytree.nbytes(structure):
+        raise ValueError("encode: expected arrays with elements, got empty ones.")
+    node = descriptions.encode_structure(structure)
+    if "unknown" in node:
+        raise ValueError(
+            "encode: expected arrays in dicts, lists, tuples, or classes that this program has "
+            f"defined, got {jax.tree.structure(structure)}."
+        )
+    blank = _row_bytes(jax.tree.leaves(output)).tobytes()
+    form = {"kind": ENCODED, "encode": function_name(encode), "structure": node}
+    return form | {"blank": zlib.crc32(blank)}, structure, len(blank)
+
+
+def check_result(output: Any, specs: Any, count: int, who: str) -> list[np.ndarray]:
+    """Returns the leaves of a function's result; raises unless they are `count` rows of `specs`."""
+    mend = "It has to give a row for each item, in the same structure each time."
+    pytree.check_structure(specs, output, who, mend)
+    arrays = list(map(np.asarray, jax.tree.leaves(output)))
+    for (path, spec), array in zip(jax.tree_util.tree_leaves_with_path(specs), arrays, strict=True):
+        where, shape = f"{who}: leaf '{pytree.leaf_name(path)}'", (count, *spec.shape)
+        if array.shape != shape:
+            raise ValueError(f"{where}: expected shape {shape}, got {array.shape}. {mend}")
+        if array.dtype != spec.dtype:
+            raise TypeError(f"{where}: expected dtype {spec.dtype}, got {array.dtype}. {mend}")
+    return arrays
+
+
+def _row_bytes(leaves: list[np.ndarray]) -> np.ndarray:
+    """Returns the bytes of all leaves of each row, uint8 `[K, width]`."""
+    return np.concatenate([bytes_of(leaf, len(leaf)) for leaf in leaves], axis=1)
+
+
+def describe_left_out(saved: Snapshot) -> dict[str, Any]:
+    """Returns the metadata of items that are left out: how many, and checksums of some."""
+    if saved.batch:
+        raise TypeError(
+            "items: expected a single state with items=False, got states under vmap. Save them one "
+            "by one, or with their items."
+        )
+    # In the order of `jrb.items`, whose result the user will pass to `load`.
+    slots = schema.held_slots(saved.buffer, saved.state.writer)
+    form: dict[str, Any] = {"kind": LEFT_OUT, "count": len(slots)}
+    if not saved.buffer.storage.of_objects:
+        leaves = jax.tree.leaves(ItemReader(saved).read(slots[sampled_indices(len(slots))]))
+        form["sums"] = [zlib.crc32(bytes_of(leaf, len(leaf)).tobytes()) for leaf in leaves]
+    return form
+
+
+def sampled_indices(count: int) -> np.ndarray:
+    """Returns the indices of those of K items whose checksums are saved, at most 64."""
+    return np.unique(np.linspace(0, max(count - 1, 0), min(count, 64)).astype(np.int64))
 
 
 # Saves.
@@ -132,7 +282,7 @@ class SaveJob:
         buffer: Several,
         state: AnyState,
         extra: Item = None,
-        out: Outward = PLAIN,
+        out: ItemOptions = ItemOptions(),
         method: str = "save",
     ) -> None:
         descriptions.check(buffer, method)
@@ -143,7 +293,7 @@ class SaveJob:
         self._meta = self._add(buffer, state, out, "")
         self.is_commit: bool = self._own is not None
         arrays = extra_arrays(extra)
-        self._group = processes() if isinstance(buffer, Sharded) else ProcessGroup()
+        self._group = ProcessGroup.of_program() if isinstance(buffer, Sharded) else ProcessGroup()
         if arrays is not None:
             self._meta["extra"] = list(arrays)
             if self._group.number == 0:
@@ -151,7 +301,7 @@ class SaveJob:
         self._store: BlockStore | None = None
         self._write: Callable[[], None] | None = None
 
-    def _add(self, buffer: Several, state: Any, out: Outward, prefix: str) -> dict[str, Any]:
+    def _add(self, buffer: Several, state: Any, out: ItemOptions, prefix: str) -> dict[str, Any]:
         """Adds the arrays of a state, whose names begin with a prefix; returns its metadata."""
         if isinstance(buffer, ReplayBuffer):
             return self._add_buffer(buffer, state, out, prefix)
@@ -166,55 +316,61 @@ class SaveJob:
             name: self._add(
                 buffers[name],
                 one,
-                Outward(encodes[name], out.items),
+                ItemOptions(encodes[name], out.items),
                 manifest.prefix_of(prefix, name),
             )
             for name, one in states.items()
         }
-        meta: dict[str, Any] = {"facts": schema.facts_of_any(), "parts": parts}
         if not isinstance(buffer, Mix | Sharded):
-            return {"kind": manifest.SEVERAL, "is_dict": isinstance(buffer, dict)} | meta
-        meta["facts"]["description"] = schema.text_of(buffer)
+            meta = {"kind": manifest.SEVERAL, "is_dict": isinstance(buffer, dict)}
+            return meta | {"facts": schema.facts_of(), "parts": parts}
         encoded = descriptions.encode(descriptions.without_mesh(buffer))
         kind = manifest.MIX if isinstance(buffer, Mix) else manifest.SHARDED
-        return {"kind": kind, "buffer": encoded} | meta
+        facts = schema.facts_of(buffer)
+        return {"kind": kind, "buffer": encoded, "facts": facts, "parts": parts}
 
     def _add_buffer(
-        self, buffer: ReplayBuffer, state: BufferState, out: Outward, prefix: str
+        self, buffer: ReplayBuffer, state: BufferState, out: ItemOptions, prefix: str
     ) -> dict[str, Any]:
         """Adds the arrays of the state of one buffer; returns its metadata."""
-        saved, form = schema.snapshot(buffer, state), None
-        is_own, items = not prefix and saved.lies_at(self._path), {}
+        saved = schema.snapshot(buffer, state)
         self.views += saved.views
-        if is_own:
-            (view,) = saved.views
-            self._own = cast(StoreRows, view.rows)
-            self._version = host_rows.number(view.version)
-            if out != PLAIN:
-                raise ValueError(
-                    "encode, items: expected none for the path of the storage itself, whose rows "
-                    "are there already, as they are. Save to another path."
-                )
-        elif not out.items:
-            form = external_items.kept_form(saved)
+        if not prefix and saved.lies_at(self._path):
+            return self._add_own_storage(saved, out)
+        form, items = None, {}
+        if not out.items:
+            form = describe_left_out(saved)
         elif buffer.storage.of_objects:
             if out.encode is not None:
                 raise TypeError(
                     "encode: expected items of arrays, got a ListStorage, whose objects are "
                     "written as they are. Leave it out."
                 )
-            form = external_items.OBJECTS
-            data = np.frombuffer(external_items.packed_objects(saved), np.uint8)
-            self._add_arrays({external_items.OBJECT_ARRAY: data}, prefix)
+            form, slots = OBJECTS, schema.held_slots(buffer, saved.state.writer)
+            objects = saved.stored.rows.stored(saved.stored.version, slots)
+            data = descriptions.pack_objects(slots, objects, buffer.capacity)
+            self._add_arrays({OBJECT_ARRAY: np.frombuffer(data, np.uint8)}, prefix)
         elif out.encode is not None:
-            form, source = external_items.encode_items(saved, out.encode)
-            items = {external_items.ARRAY: source}
+            form, items[ENCODED_ARRAY] = encode_items(saved, out.encode)
         elif saved.views:
-            items = _host_sources(saved)
+            items = _sources_on_host(saved)
         self._large |= {prefix + name: source for name, source in items.items()}
-        arrays = saved.state if form is None else external_items.without(buffer, saved.state)
+        arrays = saved.state if form is None else schema.without_items(buffer, saved.state)
         self._add_arrays(arrays, prefix)
-        return schema.about(STORE if is_own else BUFFER, saved) | {"form": form}
+        return schema.about(BUFFER, saved) | {"form": form}
+
+    def _add_own_storage(self, saved: Snapshot, out: ItemOptions) -> dict[str, Any]:
+        """Adds a state whose rows are in the files at the path already; returns its metadata."""
+        if out != ItemOptions():
+            raise ValueError(
+                "encode, items: expected none for the path of the storage itself, whose rows "
+                "are there already, as they are. Save to another path."
+            )
+        (view,) = saved.views
+        self._own = cast(StoreRows, view.rows)
+        self._version = host_rows.number(view.version)
+        self._add_arrays(saved.state)
+        return schema.about(STORE, saved) | {"form": None}
 
     def _add_arrays(self, tree: Any, prefix: str = "") -> None:
         large, small = schema.sources_of(tree, prefix)
@@ -228,7 +384,7 @@ class SaveJob:
         def take_lock() -> None:
             if self._own is not None:
                 self._store = self._own.store
-                self._store.own()
+                self._store.ensure_writer()
             elif is_leader:
                 block_store.check_free(self._path)
                 self._store = BlockStore.open_to_save(self._path)
@@ -246,10 +402,6 @@ class SaveJob:
         kept = [] if self._own is None else self._own.shared.names
         self._write = store.put(self._large, copy, kept)
         self._large = {}  # so that the state can be donated
-        if copy:
-            # Small arrays are views of the state, which may be donated before they are written.
-            for name, it in self._small.items():
-                self._small[name] = SmallArray(it.kind, bytes(it.data))
 
     def finish(self, keep: int) -> int:
         """Writes the state, releases the lock, and returns the number of the generation."""
@@ -287,7 +439,7 @@ class SaveJob:
             reports = self._group.all_gather_json(write_arrays)
             number = max(self._group.all_gather_json(commit))
             if not is_leader:
-                store.cut_off()
+                store.truncate_files()
             return number
 
     def close(self) -> None:
@@ -327,6 +479,12 @@ class ProcessGroup:
     fetch: Callable[[str], str] | None = None
     name: str = ""
     _step: int = 0
+
+    @classmethod
+    def of_program(cls) -> Self:
+        """Returns all processes of this program, for one save."""
+        service = compat.coordination()
+        return cls() if service is None else cls(*service, f"jrb/save/{next(_saves)}")
 
     def all_gather_json(self, work: Callable[[], Any]) -> list[Any]:
         """Calls `work`; returns the results of all processes, for JSON, when all have done it."""
@@ -368,9 +526,3 @@ class ProcessGroup:
 
 _LONGEST_MESSAGE = 1 << 20  # characters; gRPC refuses messages of more than 4 MB
 _saves = itertools.count()  # a name for each save, the same in all processes
-
-
-def processes() -> ProcessGroup:
-    """Returns all processes of this program, for one save."""
-    service = compat.coordination()
-    return ProcessGroup() if service is None else ProcessGroup(*service, f"jrb/save/{next(_saves)}")

@@ -18,11 +18,12 @@ from typing import Any, TypeGuard
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 
 from jrb import sum_tree
-from jrb._core import memory, packed, validate
+from jrb._core import memory, packed, steps, validate
 from jrb._core.packed import LeafSlice, PackedLeaves
 from jrb._store.block_store import Source
 from jrb._store.blocks import BLOCK
@@ -82,20 +83,19 @@ def with_tree_leaves(state: PyTree) -> Any:
 
 
 def sources_of(tree: PyTree, prefix: str = "") -> tuple[dict[str, Source], dict[str, SmallArray]]:
-    """Returns the large arrays of a state in named form, and the small ones."""
-    large, small = {}, {}
-    names = labels(tree)
-    nodes = lambda part: part.nodes if sum_tree.is_tree(part) else part
-    owners = by_name(jax.tree.map(nodes, tree, is_leaf=sum_tree.is_tree))
-    for name, leaf in by_name(with_tree_leaves(tree)).items():
-        words = casting.raw(leaf)
+    """Returns the large arrays of a state in named form, and copies of the small ones."""
+    large, small, leaf_labels = {}, {}, labels(tree)
+    leaves = by_name(with_tree_leaves(tree))
+    # The JAX array that has the values of each leaf: it never changes, unlike arrays of NumPy.
+    parts = jax.tree.leaves(tree, is_leaf=sum_tree.is_tree)
+    owners = [part.nodes if sum_tree.is_tree(part) else part for part in parts]
+    for (name, leaf), owner in zip(leaves.items(), owners, strict=True):
+        words, kind = casting.raw(leaf), kind_of(leaf)
         if words.size * words.dtype.itemsize <= SMALL:
-            data = memory.view(np.asarray(words))
-            small[prefix + name] = SmallArray(list(kind_of(leaf)), data)
+            small[prefix + name] = SmallArray(list(kind), np.asarray(words).tobytes())
         else:
-            source = array_source(words, kind_of(leaf), names.get(name, name))
-            is_fixed = isinstance(owners[name], jax.Array)  # arrays of NumPy may change
-            owner = owners[name] if is_fixed else None
+            source = array_source(words, kind, leaf_labels.get(name, name))
+            owner = owner if isinstance(owner, jax.Array) else None
             large[prefix + name] = dataclasses.replace(source, owner=owner)
     return large, small
 
@@ -103,21 +103,18 @@ def sources_of(tree: PyTree, prefix: str = "") -> tuple[dict[str, Source], dict[
 def array_source(words: Any, kind: tuple[str, ...], label: str) -> Source:
     """Returns the source of an array of numbers, of JAX, NumPy, or a `memory.Part`."""
     # A row is what the fewest leading axes leave that fits into a block.
-    axes = next(n for n in range(1, words.ndim + 1) if _width(words, n) <= BLOCK or n == words.ndim)
-    rows, width = math.prod(words.shape[:axes]), _width(words, axes)
-    read = memory.reader(words)
+    axes, width = 1, math.prod(words.shape[1:]) * words.dtype.itemsize
+    while width > BLOCK and axes < words.ndim:
+        width //= words.shape[axes]
+        axes += 1
+    rows, read = math.prod(words.shape[:axes]), memory.reader(words)
 
-    def rows_at(start: int, stop: int) -> np.ndarray:
+    def read_rows(start: int, stop: int) -> np.ndarray:
         data = np.frombuffer(read(start * width, stop * width), np.uint8)
         return data.reshape(stop - start, width)
 
     hashes = None if memory.on_host(words) else functools.partial(memory.block_hashes, words)
-    return Source(list(kind), f"leaf '{label}'", rows, width, rows_at, None, hashes)
-
-
-def _width(words: Any, axes: int) -> int:
-    """Returns the bytes of an array that follow its first axes."""
-    return math.prod(words.shape[axes:]) * words.dtype.itemsize
+    return Source(list(kind), f"leaf '{label}'", rows, width, read_rows, hashes=hashes)
 
 
 def labels(state: Any) -> dict[str, str]:
@@ -222,6 +219,72 @@ def snapshot(buffer: Buffer, state: BufferState) -> Snapshot:
     return Snapshot(buffer, plain, spec, batch, state.storage)
 
 
+# Items of a state, as arrays of NumPy.
+
+
+def host_spec(spec: Item) -> Any:
+    """Returns the specs of an item as it is on the host: keys as their words."""
+    return jax.tree.map(casting.raw_spec, spec)
+
+
+def without_items(buffer: Buffer, state: Any) -> Any:
+    """Returns the state, or its specs, with None in place of all arrays of items."""
+    items = set(map(id, jax.tree.leaves(buffer.storage.slotted(state.storage))))
+    storage = jax.tree.map(lambda leaf: None if id(leaf) in items else leaf, state.storage)
+    return state.replace(storage=storage)
+
+
+def held_slots(buffer: Buffer, writer: PartState) -> np.ndarray:
+    """Returns the slots that hold items, oldest first."""
+    slots, count = steps.in_order(buffer, writer)
+    return np.asarray(slots)[: int(count)]
+
+
+class ItemReader:
+    """Reads the items of a state to the host.
+
+    Attributes:
+        spec: the specs of one item on the host.
+    """
+
+    spec: Any
+
+    def __init__(self, saved: Snapshot) -> None:
+        self.spec = jax.tree.map(casting.raw_spec, saved.spec)
+        self._saved = saved
+        self._state: tuple[int, Any] = -1, None
+
+    def read(self, rows: np.ndarray) -> Any:
+        """Returns the items of rows `[K]`; rows of several buffers must be ordered by buffer."""
+        # Row v * N + s is slot s of buffer v.
+        buffers, slots = np.divmod(rows, self._saved.buffer.capacity)
+        numbers = np.unique(buffers) if len(rows) else [0]
+        parts = [self._read_leaves(int(number), slots[buffers == number]) for number in numbers]
+        leaves = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+        return jax.tree.unflatten(jax.tree.structure(self.spec), list(leaves))
+
+    def _read_leaves(self, number: int, slots: np.ndarray) -> list[np.ndarray]:
+        """Returns the leaves of the items at some slots of buffer `number`."""
+        for view in self._saved.views:
+            return view.rows.take(view.version, [slots] * len(view.rows.raw))
+        axes, state = len(self._saved.batch), self._state  # other threads may replace it
+
+        def of_buffer(leaf: Any) -> Any:
+            leaf = leaf.array[leaf.index] if isinstance(leaf, memory.Part) else jnp.asarray(leaf)
+            return leaf.reshape(-1, *leaf.shape[axes:])[number] if axes else leaf
+
+        if state[0] != number:
+            state = self._state = number, jax.tree.map(of_buffer, self._saved.state)
+        # The read is compiled for each length: take powers of two.
+        padded = np.zeros(1 << max(len(slots) - 1, 0).bit_length(), np.int32)
+        padded[: len(slots)] = slots
+        items = steps.take(self._saved.buffer, state[1], jnp.asarray(padded))
+        return [np.asarray(casting.raw(leaf))[: len(slots)] for leaf in jax.tree.leaves(items)]
+
+
+# Specs of states.
+
+
 def blank(buffer: Buffer, spec: Item) -> Any:
     """Returns the specs of a state of the buffer, whose items have the specs `spec`.
 
@@ -266,7 +329,8 @@ def _fitted(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:
         want = blank(buffer, spec)
         mend = "Save the state that this very buffer made."
         without = specs.replace(storage=want.storage) if want.storage is None else specs
-        for one, two in ((_items_of(want), _items_of(without)), (want, without)):
+        # Compare the leaves of items under their own names first, and then all arrays.
+        for one, two in ((_show_items(want), _show_items(without)), (want, without)):
             pytree.check_like(by_name(one), by_name(two), "save", mend)
         validate.check(buffer, specs)
     except (AttributeError, IndexError, KeyError):
@@ -274,7 +338,7 @@ def _fitted(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:
     raise other
 
 
-def _items_of(state: Any) -> Any:
+def _show_items(state: Any) -> dict[str, Any]:
     """Returns the specs of the leaves of items, `[N, ...]`, as in `storage/observation`."""
     storage = state.storage
     return {"storage": storage.shown() if isinstance(storage, PackedLeaves) else storage}
@@ -292,8 +356,7 @@ def about(kind: str, saved: Snapshot) -> dict[str, Any]:
     for _ in saved.batch:
         count = jax.vmap(count)
     leaves = jax.tree_util.tree_leaves_with_path(state.writer)
-    facts = {
-        "description": text_of(buffer),
+    facts = facts_of(buffer) | {
         "capacity": buffer.capacity,
         "num_envs": buffer.num_envs,
         "size": np.asarray(count(state.writer)).tolist(),
@@ -308,12 +371,12 @@ def about(kind: str, saved: Snapshot) -> dict[str, Any]:
         "buffer": descriptions.encode(buffer),
         "items": descriptions.encode_structure(saved.spec),
         "batch": list(saved.batch),
-        "facts": facts_of_any() | facts,
+        "facts": facts,
     }
 
 
-def facts_of_any() -> dict[str, Any]:
-    """Returns the time of a save, and the versions of libraries."""
+def facts_of(buffer: Any = None) -> dict[str, Any]:
+    """Returns the time of a save, the versions of libraries, and the description as code."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     versions = {
         "jrb": importlib.import_module("jrb").__version__,  # which imports this
@@ -322,13 +385,12 @@ def facts_of_any() -> dict[str, Any]:
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
-    return {"time": now, "versions": versions}
-
-
-def text_of(buffer: Any) -> str:
-    """Returns a description as code, with functions as their names."""
-    # Python shows functions with their addresses, which differ from program to program.
-    return re.sub(r"<(?:function|bound method) (\S+).*?>", r"\1", display.format_code(buffer))
+    facts: dict[str, Any] = {"time": now, "versions": versions}
+    if buffer is not None:
+        # Python shows functions with their addresses, which differ from program to program.
+        code = re.sub(r"<(?:function|bound method) (\S+).*?>", r"\1", display.format_code(buffer))
+        facts["description"] = code
+    return facts
 
 
 # What a file says of a buffer, and the items that it holds.

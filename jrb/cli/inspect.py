@@ -145,7 +145,7 @@ def _report_folder(path: str, saved: Generation, meta: dict[str, Any], prefix: s
 
 def _generations(path: str) -> Iterator[dict[str, Any]]:
     """Yields the number, time and size of each generation, oldest first; or its damage."""
-    for number in commits.numbers(commits.folder_at(path)):
+    for number in commits.list_generations(commits.open_folder(path)):
         entry = {"generation": number, "time": None, "size": None, "damage": None}
         try:
             facts = manifest.metadata(path, number)

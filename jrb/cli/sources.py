@@ -22,7 +22,7 @@ FOLDER, FILE, OTHER = "folder", "file", "other"
 def user_path(text: str | None) -> str | None:
     """Returns a local path with `~` expanded; serves as the callback of options that are paths."""
     try:
-        path = None if text is None else files.absolute(text)
+        path = None if text is None else files.absolute_path(text)
     except ValueError as error:
         raise typer.BadParameter(str(error).removeprefix("path: ")) from None
     # Keep the path as it was given, for messages, unless it is a URL.
@@ -139,7 +139,7 @@ def verify(path: Annotated[str, SOURCE]) -> None:
     kind = kind_of(path)
     with console.show_progress("verifying") as progress:
         if kind == FOLDER:
-            lines = block_store.damages(path, progress)
+            lines = block_store.find_damages(path, progress)
         elif kind == FILE:
             lines = importlib.import_module("jrb.checkpoint").verify(path, progress)
         else:

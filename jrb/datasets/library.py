@@ -202,8 +202,8 @@ def lock_dataset(path: str) -> Iterator[commits.IsOwn]:
         yield is_own
     # The files of jrb's own store are recognised by the store, all others by their format.
     elif os.path.isdir(path):
-        is_ours = commits.numbers(Folder(path))
-        is_own = commits.is_of_store if is_ours else choose_format(path).is_own
+        is_ours = commits.list_generations(Folder(path))
+        is_own = commits.belongs_to_store if is_ours else choose_format(path).is_own
         with lock_folder(path, is_own):
             yield is_own
     # A checkpoint in one file has a lock next to it.
@@ -218,7 +218,7 @@ def lock_dataset(path: str) -> Iterator[commits.IsOwn]:
 def discard(path: str, is_own: commits.IsOwn) -> None:
     """Removes a file, a link, or a folder's files for which `is_own` is true."""
     if os.path.isdir(path) and not os.path.islink(path):
-        commits.discard(path, is_own)
+        commits.remove_files(path, is_own)
     else:
         # A link is removed, and not the files to which it leads.
         os.unlink(path)
@@ -244,7 +244,7 @@ def _check_files(path: str, is_own: commits.IsOwn) -> Sequence[str]:
     """Returns the files in a folder; raises unless all of them belong to its format."""
     if commits.leads_away(path):
         raise ValueError(f"{path}: expected a folder to remove, found a link or a file system.")
-    names, folders = commits.names_below(path)
+    names, folders = commits.list_below(path)
     own = [name for name in names if is_own(path, name)]
     used = {above for name in own for above in _above(name)}
     if own and commits.ARRAYS in folders:  # which may be empty

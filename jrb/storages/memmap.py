@@ -51,15 +51,15 @@ class StoreRows(HostRows):
         is_kept = at < self.capacity
         if not is_kept.all():
             at, rows = at[is_kept], [leaf[is_kept] for leaf in rows]
-        return host_rows.words(self.shared.put(host_rows.number(version), at, rows, patient))
+        return host_rows.words(self.shared.write_rows(host_rows.number(version), at, rows, patient))
 
     def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
         """See `HostRows.read`."""
-        return self.shared.take(host_rows.number(version), slots)
+        return self.shared.read_rows(host_rows.number(version), slots)
 
     def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
         """See `HostRows.read_leaf`."""
-        return self.shared.take(host_rows.number(version), [slots], leaf)[0]
+        return self.shared.read_rows(host_rows.number(version), [slots], leaf)[0]
 
     def check_newest(self, version: Version) -> None:
         """See `HostRows.check_newest`."""
@@ -80,7 +80,7 @@ class StoreRows(HostRows):
             raise  # another was faster
         except BaseException:
             if is_newest:
-                self.shared.take_back(before)
+                self.shared.undo_last_write(before)
             raise
 
 
@@ -106,7 +106,7 @@ class StoreArrays(HostArrays):
         """Checks these fields, and makes the path absolute, so that a later `chdir` is harmless."""
         if self.path is not None:
             try:
-                path = files.absolute(self.path, f"{type(self).__name__}: path")
+                path = files.absolute_path(self.path, f"{type(self).__name__}: path")
             except (TypeError, ValueError) as error:
                 error.add_note("None stands for a temporary folder.")
                 raise

@@ -86,7 +86,7 @@ class Ring:
         """Writes rows with new stamps at slots, int64 `[B]`."""
         stamps = np.arange(self.written, self.written + len(slots))
         new = [rows(stamps, width) for width in WIDTHS.values()]
-        self.version = self.rows.put(self.version, slots, new)
+        self.version = self.rows.write_rows(self.version, slots, new)
         self.written += len(slots)
         self.stamps = self.stamps.copy()
         self.stamps[slots] = stamps
@@ -106,7 +106,7 @@ class Ring:
     def content(self):
         """Returns the number of rows written if all are as they were, otherwise an error text."""
         slots = np.flatnonzero(self.stamps >= 0)
-        found = self.rows.take(self.version, [slots] * len(WIDTHS))
+        found = self.rows.read_rows(self.version, [slots] * len(WIDTHS))
         expected = [rows(self.stamps[slots], width) for width in WIDTHS.values()]
         return self.written if all(map(np.array_equal, found, expected)) else "a mixture"
 
@@ -145,10 +145,10 @@ def committed(path, number=None):
     except FileNotFoundError:
         return None
     if number is None:
-        for other in commits.numbers(Folder(path)):
+        for other in commits.list_generations(Folder(path)):
             if not isinstance(committed(path, other), int):
                 return f"generation {other} is not whole"
-        if damages := block_store.damages(path):
+        if damages := block_store.find_damages(path):
             return damages[0]
     return written
 
@@ -237,7 +237,7 @@ def judged(path, name):
         if committed(path) != ring.written:
             return f"the next save failed: {committed(path)}"
     names = sorted(os.listdir(path))
-    if names != ["arrays", commits.name_of(store.generation), "lock"]:
+    if names != ["arrays", commits.generation_name(store.generation), "lock"]:
         return f"left over: {names}"
     files_of_arrays = sorted(os.listdir(os.path.join(path, "arrays")))
     if files_of_arrays != sorted(os.path.basename(it.spec.file) for it in store.arrays.values()):
@@ -452,7 +452,7 @@ def unlike(ring, call=lambda act: act()):
     for slot in np.flatnonzero(ring.stamps >= 0):
         at = np.array([slot])
         try:
-            found = ring.rows.take(ring.version, [at] * len(WIDTHS))
+            found = ring.rows.read_rows(ring.version, [at] * len(WIDTHS))
         except StaleError:
             lost += 1
             continue
@@ -483,7 +483,7 @@ def interrupted(path, name, first, stride, most_kept):
                 sys.settrace(None)
                 count += 1
                 if name == "ring":
-                    ring.rows.take_back(ring.version)
+                    ring.rows.undo_last_write(ring.version)
                     outcomes += [[number, text] for text in unlike(ring)]
                 if committed(path) not in (old, ring.written):
                     outcomes.append([number, f"{committed(path)} is there, not {old}"])
@@ -598,7 +598,7 @@ def meet(path, count):
             while not over:
                 found["reads"] += 1
                 found["wrong"] += content(store) != store.meta["written"]
-                if commits.numbers(Folder(path))[-1] >= store.generation + 3:
+                if commits.list_generations(Folder(path))[-1] >= store.generation + 3:
                     found["outlived"] += 1
                     found["wrong"] += content(store) != store.meta["written"]
                     break
@@ -613,13 +613,13 @@ def kept(path, keep):
     for number in range(2, 12):
         ring.write(37 if number % 2 else 5)
         at[ring.commit(keep)] = ring.written
-        there = commits.numbers(Folder(path))
+        there = commits.list_generations(Folder(path))
         if there != list(range(max(1, number - keep), number + 1)):
             found.append(f"{there} at {number}")
         found += [f"{one} is not whole" for one in there if committed(path, one) != at[one]]
     ring.commit()
     ring.store.close()
-    return [*found, *map(str, commits.numbers(Folder(path)))]
+    return [*found, *map(str, commits.list_generations(Folder(path)))]
 
 
 def rivals(path):
@@ -669,7 +669,7 @@ def ousted(path, code):
         except OSError:
             pass
         except KeyboardInterrupt:
-            other.rows.take_back(other.version)
+            other.rows.undo_last_write(other.version)
         sys.settrace(None)
         files.hook, over = None, hook.count < number if code else trace.lines < 3 * number
         if other.content() != other.written:
@@ -946,7 +946,7 @@ def damage(path, changes):
 def damages_at(path):
     """Returns lines about damages; the version of a generation may be another one by a flip."""
     try:
-        return block_store.damages(path)
+        return block_store.find_damages(path)
     except commits.VersionError as error:
         return [str(error)]
 
@@ -954,7 +954,7 @@ def damages_at(path):
 def noticed(path, changed):
     """Yields, for each generation, "found" for a clear error, None, or what is wrong."""
     for number, written in ((1, 75), (2, 85)):
-        if changed.endswith(commits.name_of(3 - number)):
+        if changed.endswith(commits.generation_name(3 - number)):
             continue
         try:
             with BlockStore.open_to_read(path, number if number == 1 else None) as store:

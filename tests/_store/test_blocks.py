@@ -14,7 +14,7 @@ import pytest
 
 from jrb._store import block_store, blocks, commits, files
 from jrb._store.block_store import BlockStore, Source
-from jrb._store.blocks import checksum_of, is_zero, rows_per_block, runs
+from jrb._store.blocks import checksum_of, find_runs, is_zero, rows_per_block
 from jrb._store.commits import SmallArray
 from jrb._store.files import DamagedError
 
@@ -162,7 +162,7 @@ class Program:
         """Checks that all other generations have expired, except those that readers have open."""
         kept = {*numbers} | {reader.generation for reader in self.readers}
         self.saved = {number: data for number, data in self.saved.items() if number in kept}
-        assert commits.numbers(self.store.folder) == sorted(self.saved)
+        assert commits.list_generations(self.store.folder) == sorted(self.saved)
 
     def expire(self):
         newest = self.store.generation
@@ -208,14 +208,14 @@ def test_a_store_agrees_with_plain_arrays(slots, seed, path):
             program.check()
     program.commit()
     program.check()
-    assert block_store.damages(path) == []
+    assert block_store.find_damages(path) == []
     for reader in program.readers:
         reader.close()
     program.readers = []
     program.commit()
     program.store.expire([program.store.generation])
     program.store.close()
-    assert commits.numbers(program.store.folder) == [program.store.generation]
+    assert commits.list_generations(program.store.folder) == [program.store.generation]
     assert len(array_files(path)) == len(WIDTHS)
     for array in program.store.arrays.values():  # all that is not needed was cut off
         most = 1 + int(array.positions.max(initial=-1))
@@ -523,7 +523,7 @@ def test_names_of_arrays_never_lead_out_of_their_folder(path, folder):
         assert_holds(store, model)
         assert set(store.small) == set(ODD.values())
         used = [array.spec.file for array in store.arrays.values()]
-    assert block_store.damages(path) == []
+    assert block_store.find_damages(path) == []
     assert os.listdir(folder) == ["store"]
     assert sorted(os.listdir(path)) == ["arrays", "generation-000000000002", "lock"]
     assert sorted(used) == [f"arrays/{name}" for name in array_files(path)]
@@ -551,7 +551,7 @@ def test_positions_of_kept_generations_are_never_written(path, written):
         for _ in range(40):
             del written[:]
             kept = {}
-            for number in commits.numbers(store.folder):
+            for number in commits.list_generations(store.folder):
                 with BlockStore.open_to_read(path, number) as reader:
                     kept |= dict.fromkeys(reader.arrays["x"].positions.tolist())
             for _ in range(int(rng.integers(1, 4))):
@@ -585,7 +585,7 @@ def test_a_block_that_is_cleared_is_zeros_and_its_position_is_free(path):
         array.write_rows(np.arange(64), data)
         array.clear_block(1)  # of no generation yet: the position is free at once
         assert array.take_position() == 1
-        array.give_back(1)
+        array.free_position(1)
         array.write_rows(np.arange(32, 64), data[32:])
         store.commit({}, {})
         reader = BlockStore.open_to_read(path)
@@ -716,7 +716,7 @@ def test_a_file_that_is_gone_or_cut_short_is_named(path):
         assert name in str(caught.value)
         with pytest.raises(DamagedError, match=r"leaf: expected 384 bytes, found 200"):
             store.arrays["x"].read_rows(last)
-    assert all(name in line for line in block_store.damages(path))
+    assert all(name in line for line in block_store.find_damages(path))
     os.unlink(name)
     with BlockStore.open_to_read(path) as store:
         for read in (store.read, lambda _: store.arrays["x"].read_rows(last)):
@@ -744,7 +744,7 @@ def test_each_damage_is_told_once_with_its_leaf_block_and_file(path):
         store.commit({}, {}, keep=1)
         x, y = store.arrays["x"], store.arrays["y"]
     shares = []
-    assert block_store.damages(path, shares.append) == []
+    assert block_store.find_damages(path, shares.append) == []
     assert shares == sorted(shares) and shares[-1] == 1
     for array, position in ((x, old), (x, x.positions[2]), (y, y.positions[3])):
         with open(array.path, "r+b") as file:
@@ -752,7 +752,7 @@ def test_each_damage_is_told_once_with_its_leaf_block_and_file(path):
             byte = file.read(1)[0]
             file.seek(int(position) * 96 + 5)
             file.write(bytes([byte ^ 4]))
-    lines = block_store.damages(path)
+    lines = block_store.find_damages(path)
     assert len(lines) == 3
     for line, (array, block) in zip(lines, ((x, 0), (x, 2), (y, 3)), strict=True):
         assert array.path in line
@@ -802,7 +802,7 @@ def test_runs_are_as_long_as_can_be(seed):
     rng = np.random.default_rng(seed)
     steps = rng.choice([1, 1, 1, 0, -1, 5], rng.integers(0, 30))
     slots = np.cumsum(steps)
-    found = runs(slots)
+    found = find_runs(slots)
     assert [slot for a, b in found for slot in slots[a:b]] == slots.tolist()
     for a, b in found:
         assert a < b
@@ -814,7 +814,7 @@ def test_runs_are_as_long_as_can_be(seed):
 
 def test_memory_is_aligned_so_that_it_need_not_be_copied():
     for shape, dtype in (((3, 5), np.float32), ((1,), np.int64), ((7,), np.uint8)):
-        made = blocks.aligned(shape, dtype)
+        made = blocks.allocate_aligned(shape, dtype)
         assert (made.shape, made.dtype) == (shape, dtype)
         assert made.__array_interface__["data"][0] % 64 == 0
 
@@ -838,7 +838,7 @@ def test_a_save_of_several_processes_has_the_arrays_of_all(path):
             leader.commit({}, {}, others=tables)
         with BlockStore.open_to_read(path) as store:
             assert_holds(store, model)
-        assert block_store.damages(path) == []
+        assert block_store.find_damages(path) == []
         assert len(array_files(path)) == 3
         for name in names:
             model[name] = model[name].copy()
@@ -856,7 +856,7 @@ def test_another_process_reads_only_blocks_with_other_hashes_and_shortens_its_fi
             tables = json.loads(json.dumps(member.tables()))
             leader.put(sources({"own": own}))
             leader.commit({}, {}, others=tables)
-            member.cut_off()
+            member.truncate_files()
             size = os.path.getsize(member.arrays["other"].path)
         return device.blocks_asked(), size
 

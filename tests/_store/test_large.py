@@ -65,7 +65,7 @@ with BlockStore.open_to_save(path) as store:
     version = shared.put(0, slots[:5] + 1000, [rows[:5]])
     assert store.commit({}, {}, keep=1) == 2
     assert (shared.take(version, [slots[:5] + 1000])[0] == rows[:5]).all()
-assert block_store.damages(path) == []
+assert block_store.find_damages(path) == []
 print(memory() - before)
 """
 
@@ -114,8 +114,8 @@ def test_room_is_not_set_aside_where_the_system_cannot(path, monkeypatch):
     with BlockStore.create(path) as store:
         store.array("x", source(4000, 1000), reserve=32)
         rows = SharedRows(store, ["x"])
-        version = rows.put(0, np.arange(4), [np.ones((4, 1000), np.uint8)])
-        assert rows.take(version, [np.arange(4)])[0].sum() == 4000
+        version = rows.write_rows(0, np.arange(4), [np.ones((4, 1000), np.uint8)])
+        assert rows.read_rows(version, [np.arange(4)])[0].sum() == 4000
         store.commit({}, {})
 
 
@@ -130,25 +130,25 @@ def test_a_full_disk_is_an_error_and_no_more(path, operation, monkeypatch):
     with BlockStore.create(path) as store:
         store.array("x", source(60, 8))
         rows = SharedRows(store, ["x"])
-        version = rows.put(0, np.arange(4), [one])
+        version = rows.write_rows(0, np.arange(4), [one])
         store.commit({}, {})
         monkeypatch.setattr(files, "hook", full)
         if operation == "pwrite":
             with pytest.raises(OSError, match="No space left"):
-                rows.put(version, np.arange(8), [other])
+                rows.write_rows(version, np.arange(8), [other])
         else:
-            rows.put(version, np.arange(8), [other])
+            rows.write_rows(version, np.arange(8), [other])
             with pytest.raises(OSError, match="No space left"):
                 store.commit({}, {})
         monkeypatch.setattr(files, "hook", None)
         if operation == "pwrite":
             assert rows.version == version
-            np.testing.assert_array_equal(rows.take(version, [np.arange(4)])[0], one)
-            rows.put(version, np.arange(8), [other])
+            np.testing.assert_array_equal(rows.read_rows(version, [np.arange(4)])[0], one)
+            rows.write_rows(version, np.arange(8), [other])
         assert store.commit({}, {}) == 2
     with BlockStore.open_to_read(path) as store:
         np.testing.assert_array_equal(store.arrays["x"].read_rows(np.arange(8)), other)
-    assert block_store.damages(path) == []
+    assert block_store.find_damages(path) == []
 
 
 MANY_ARRAYS = """
@@ -184,7 +184,7 @@ for reader in readers:
     for name in names:
         reader.arrays[name].read_rows(np.arange(10))
 print(len(os.listdir("/proc/self/fd")))
-assert block_store.damages(path) == []
+assert block_store.find_damages(path) == []
 zeros = lambda start, stop: np.zeros((stop - start, 3), np.uint8)
 memory = {name: Source([], name, 10, 3, zeros) for name in names}
 with BlockStore.open_to_save(path) as store:

@@ -99,7 +99,7 @@ def test_what_is_in_use_or_belongs_to_others_stays(temporary):
     with live:
         store = stored()
         rows = SharedRows(store, ["x"])
-        version = rows.put(0, np.arange(3), [np.ones((3, 10), np.uint8)])
+        version = rows.write_rows(0, np.arange(3), [np.ones((3, 10), np.uint8)])
         (temporary / "jrb-temporary-mine").mkdir()
         (temporary / "jrb-temporary-mine" / "rows").write_text("thesis")
         (temporary / "jrb-temporary-empty").mkdir()
@@ -111,7 +111,7 @@ def test_what_is_in_use_or_belongs_to_others_stays(temporary):
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda _: block_store._remove_stale(str(temporary)), range(8)))
         assert sorted(os.listdir(temporary)) == before
-        assert rows.take(version, [np.arange(3)])[0].all()
+        assert rows.read_rows(version, [np.arange(3)])[0].all()
         assert BlockStore.open_to_read(promised.path).generation == 1
 
 
@@ -169,8 +169,8 @@ def test_a_temporary_store_that_could_not_be_made_is_gone(number, temporary, mon
 
 
 def remove(path):
-    with library.lock_folder(path, commits.is_of_store):
-        commits.discard(path, commits.is_of_store)
+    with library.lock_folder(path, commits.belongs_to_store):
+        commits.remove_files(path, commits.belongs_to_store)
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def test_it_is_known_which_slots_were_written_after_a_version(kind, dtype, seed)
             continue
         before = last.copy(), numbers.newest
         undo = numbers.undo_of(slots.astype(dtype))
-        numbers.add(slots.astype(dtype), blocks.runs(slots.astype(dtype)))
+        numbers.add(slots.astype(dtype), blocks.find_runs(slots.astype(dtype)))
         last[slots] = numbers.newest - len(slots) + 1 + np.arange(len(slots))
         if rng.random() < 0.3:
             undo()
@@ -90,12 +90,12 @@ def test_writes_in_the_order_of_time_need_no_memory(count):
     numbers, position = SlotNumbers(SLOTS), 0
     for _ in range(1000):
         slots = (position + np.arange(count)) % SLOTS
-        numbers.add(slots, blocks.runs(slots))
+        numbers.add(slots, blocks.find_runs(slots))
         position = (position + count) % SLOTS
         assert numbers._state[-1] is None
     assert numbers.newest == 1000 * count
     slots = (position + 5 + np.arange(SLOTS)) % SLOTS  # a whole round
-    numbers.add(slots, blocks.runs(slots))
+    numbers.add(slots, blocks.find_runs(slots))
     assert numbers._state[-1] is None
 
 
@@ -126,7 +126,7 @@ class States:
 
     def put(self, slots, rows):
         before = self.newest
-        self.model_put(self.rows.put(before, slots, rows), slots, rows)
+        self.model_put(self.rows.write_rows(before, slots, rows), slots, rows)
 
     def model_put(self, version, slots, rows):
         """Makes the model have a write that has happened."""
@@ -152,7 +152,7 @@ class States:
         """Takes rows of a state: they are what it had, or some were overwritten or lost since."""
         is_stale = [bool((self.last[at] > version).any() or self.lost[at].any()) for at in slots]
         try:
-            found = self.rows.take(version, slots)
+            found = self.rows.read_rows(version, slots)
         except StaleError:
             assert any(is_stale), (version, slots)
             return False
@@ -195,9 +195,9 @@ def test_rows_are_taken_from_some_arrays(path):
     for _ in range(5):
         states.put(*states.next_write())
     data, slots = states.versions[states.newest], np.arange(5)
-    (wide,) = states.rows.take(states.newest, [slots], first=1)
+    (wide,) = states.rows.read_rows(states.newest, [slots], first=1)
     np.testing.assert_array_equal(wide, data[1][slots])
-    x, wide = states.rows.take(states.newest, [slots, slots + 1])
+    x, wide = states.rows.read_rows(states.newest, [slots, slots + 1])
     np.testing.assert_array_equal(x, data[0][slots])
     np.testing.assert_array_equal(wide, data[1][slots + 1])
 
@@ -213,12 +213,12 @@ def test_only_the_newest_state_is_written_to(kind, path):
             states.rows.check_newest(version)
             continue
         with pytest.raises(StaleError, match="newest state"):
-            states.rows.put(version, slots, rows)
+            states.rows.write_rows(version, slots, rows)
         with pytest.raises(StaleError, match="newest state"):
             states.rows.check_newest(version)
     states.check_all()
     none = [np.zeros((0, width), np.uint8) for width in WIDTHS.values()]
-    assert states.rows.put(states.newest, slots[:0], none) == states.newest
+    assert states.rows.write_rows(states.newest, slots[:0], none) == states.newest
 
 
 def test_nothing_is_lost_where_something_else_is_written_in_between(path):
@@ -283,7 +283,7 @@ def test_a_write_that_cannot_be_taken_back_yet_is_taken_back_later(path, monkeyp
         states.put(slots, rows)
     # No rows are returned as long as some may be of a write that has not happened.
     for read in (
-        lambda: states.rows.take(states.newest, [slots] * len(WIDTHS)),
+        lambda: states.rows.read_rows(states.newest, [slots] * len(WIDTHS)),
         lambda: states.rows.prepare_commit(states.newest),
         lambda: states.rows.check_newest(states.newest),
         lambda: states.put(slots, rows),
@@ -306,9 +306,9 @@ def test_a_write_is_taken_back(kind, most_kept, path, monkeypatch):
         is_new = len(slots) and slots.min() >= states.rows._first_unwritten
         states.put(slots, rows)
         if number % 3 == 0 and len(slots):
-            states.rows.take_back(before + 1)  # of another state: nothing happens
+            states.rows.undo_last_write(before + 1)  # of another state: nothing happens
             states.check_all()
-            states.rows.take_back(before)
+            states.rows.undo_last_write(before)
             states.forget(before + len(slots), slots, last)
             if not is_new and len(slots) * sum(WIDTHS.values()) > most_kept:
                 is_lost[slots] = True
@@ -316,7 +316,7 @@ def test_a_write_is_taken_back(kind, most_kept, path, monkeypatch):
             lost += states.lost.sum()
             states.check_all()
             prepare_commit(states)
-            states.rows.take_back(before)
+            states.rows.undo_last_write(before)
             if number % 2:
                 states.put(slots, rows)
         elif number % 4 == 0:
@@ -337,12 +337,12 @@ def prepare_commit(states):
 def test_a_write_of_another_thread_is_not_taken_back(path):
     states = States(path, "ring", 0)
     states.put(np.arange(5), [np.ones((5, width), np.uint8) for width in WIDTHS.values()])
-    thread = threading.Thread(target=states.rows.take_back, args=[0])
+    thread = threading.Thread(target=states.rows.undo_last_write, args=[0])
     thread.start()
     thread.join()
     states.rows.check_newest(5)
     states.check_all()
-    states.rows.take_back(0)
+    states.rows.undo_last_write(0)
     states.rows.check_newest(0)
 
 
@@ -385,7 +385,7 @@ def test_rows_that_could_not_be_kept_are_lost_until_they_are_written_again(seed,
 def is_lost(states, slot):
     at = [np.array([slot])] * len(WIDTHS)
     try:
-        states.rows.take(states.newest, at)
+        states.rows.read_rows(states.newest, at)
         return False
     except StaleError:
         return True
@@ -412,12 +412,12 @@ def test_a_write_that_is_interrupted_at_any_line_has_not_happened(
         trace, before = Interrupt(HERE, line), states.newest
         try:
             sys.settrace(trace)
-            states.rows.put(before, slots, rows)
+            states.rows.write_rows(before, slots, rows)
             sys.settrace(None)
-            states.rows.take_back(before)
+            states.rows.undo_last_write(before)
         except KeyboardInterrupt:
             interrupts += 1
-            states.rows.take_back(before)
+            states.rows.undo_last_write(before)
         finally:
             sys.settrace(None)
         states.rows.check_newest(before)
@@ -498,7 +498,7 @@ def test_a_draw_at_any_line_of_a_write_reads_old_rows_or_is_stale(
         errors = []
 
         def take(version, at):
-            rows = states.rows.take(version, [at] * len(WIDTHS))
+            rows = states.rows.read_rows(version, [at] * len(WIDTHS))
             for data, expected in zip(rows, states.versions[version], strict=True):
                 np.testing.assert_array_equal(data, expected[at])
 
@@ -527,7 +527,7 @@ def test_a_draw_at_any_line_of_a_write_reads_old_rows_or_is_stale(
 
         trace = Interrupt(HERE, line, stop)
         sys.settrace(trace)
-        version = states.rows.put(newest, slots, rows)
+        version = states.rows.write_rows(newest, slots, rows)
         sys.settrace(None)
         if trace.lines >= trace.number:
             thread.join(AT_MOST)
@@ -552,7 +552,7 @@ def test_a_write_waits_for_the_draws_of_other_threads(path, monkeypatch):
     thread.start()
     assert waits.wait(AT_MOST)
     for _ in range(3):
-        found = states.rows.take(9, [slots] * len(WIDTHS))  # the draw reads its rows
+        found = states.rows.read_rows(9, [slots] * len(WIDTHS))  # the draw reads its rows
         assert all(map(np.array_equal, found, ones))
     assert states.newest == 9
     drawing.release()
@@ -561,7 +561,7 @@ def test_a_write_waits_for_the_draws_of_other_threads(path, monkeypatch):
     states.check_all()
     drawing.acquire()
     waits.clear()
-    states.model_put(states.rows.put(18, slots, ones, patient=False), slots, ones)
+    states.model_put(states.rows.write_rows(18, slots, ones, patient=False), slots, ones)
     assert not waits.is_set()
     states.check_all()
 
@@ -579,7 +579,7 @@ def test_a_draw_that_waits_for_a_write_does_not_hold_up_the_next_one(path, monke
         began.wait(AT_MOST)
         with states.rows.drawing.entered():
             try:
-                states.rows.take(9, [np.arange(3)] * len(WIDTHS))
+                states.rows.read_rows(9, [np.arange(3)] * len(WIDTHS))
                 errors.append("old rows")
             except StaleError:
                 over.set()
@@ -616,8 +616,8 @@ def test_writes_at_any_line_of_a_draw_leave_it_old_rows_or_make_it_stale(kind, w
         slots, rows = states.next_write()
         files.hook = fails_at(int(states.rng.integers(1, 8)))
         try:
-            states.rows.put(states.newest, slots, [data | 1 for data in rows])
-            states.rows.take_back(states.newest)
+            states.rows.write_rows(states.newest, slots, [data | 1 for data in rows])
+            states.rows.undo_last_write(states.newest)
         except OSError:
             pass
         files.hook = None
@@ -646,7 +646,7 @@ def test_writes_at_any_line_of_a_draw_leave_it_old_rows_or_make_it_stale(kind, w
         trace = Interrupt(HERE, line, stop)
         sys.settrace(trace)
         try:
-            rows = states.rows.take(version, [asked] * len(WIDTHS))
+            rows = states.rows.read_rows(version, [asked] * len(WIDTHS))
             sys.settrace(None)
             found["read"] += 1
             assert not was_stale
@@ -682,7 +682,7 @@ def test_threads_draw_while_one_writes(kind, path, monkeypatch):
                     version, data = list(published)[-1 - int(rng.integers(2))]
                     slots = rng.integers(0, SLOTS, 8)
                     try:
-                        found = states.rows.take(version, [slots] * len(WIDTHS))
+                        found = states.rows.read_rows(version, [slots] * len(WIDTHS))
                     except StaleError:
                         count["stale"] += 1
                         continue
@@ -779,7 +779,7 @@ def test_rows_of_a_generation_are_those_that_were_committed(path):
     with BlockStore.open_to_read(path) as store:
         rows = SharedRows(store, list(WIDTHS))
         assert rows.version == 0
-        found = rows.take(0, [np.arange(SLOTS)] * len(WIDTHS))
+        found = rows.read_rows(0, [np.arange(SLOTS)] * len(WIDTHS))
         for one, expected in zip(found, data, strict=True):
             np.testing.assert_array_equal(one, expected)
 
@@ -793,8 +793,8 @@ def test_of_two_stores_the_one_that_writes_later_goes_on(path):
     assert other.put(0, slots, ones) == 4
     at = [slots] * len(WIDTHS)
     for act in (
-        lambda: states.rows.take(states.newest, at),
-        lambda: states.rows.put(states.newest, slots, ones),
+        lambda: states.rows.read_rows(states.newest, at),
+        lambda: states.rows.write_rows(states.newest, slots, ones),
         lambda: states.rows.check_newest(states.newest),
         lambda: states.rows.store.commit({}, {}),
     ):

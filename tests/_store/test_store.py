@@ -50,7 +50,7 @@ def saved(path, count=20, keep=0):
 
 def change_generation(path, change, number=1):
     """Changes the JSON of a generation, and makes its checksums right."""
-    name = os.path.join(path, commits.name_of(number))
+    name = os.path.join(path, commits.generation_name(number))
     with open(name, "rb") as file:
         first, text, data = file.read().split(b"\n", 2)
     body = json.loads(text)
@@ -107,11 +107,14 @@ def test_small_arrays_are_as_large_as_is_said(change, path):
 
 def test_a_renamed_generation_is_refused(path):
     saved(path)
-    shutil.copy(os.path.join(path, commits.name_of(1)), os.path.join(path, commits.name_of(9)))
+    shutil.copy(
+        os.path.join(path, commits.generation_name(1)),
+        os.path.join(path, commits.generation_name(9)),
+    )
     with pytest.raises(DamagedError, match=r"generation 9, got .*renamed"):
         BlockStore.open_to_read(path)
     saved(path, 5)  # the number of the next one is above all
-    assert commits.numbers(Folder(path)) == [10]
+    assert commits.list_generations(Folder(path)) == [10]
     assert committed(path) == 5
 
 
@@ -120,7 +123,7 @@ def test_a_version_that_never_was_is_refused(version, path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(commits, "VERSION", version)
         saved(path)
-    with pytest.raises(ValueError, match=f"{commits.name_of(1)}: expected"):
+    with pytest.raises(ValueError, match=f"{commits.generation_name(1)}: expected"):
         BlockStore.open_to_read(path)
 
 
@@ -129,7 +132,7 @@ def test_another_version_is_refused_and_stays(more, cure, path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(commits, "VERSION", commits.VERSION + more)
         saved(path)
-    for act in (BlockStore.open_to_read, BlockStore.open_to_save, block_store.damages):
+    for act in (BlockStore.open_to_read, BlockStore.open_to_save, block_store.find_damages):
         with pytest.raises(commits.VersionError, match=f"Another version of jrb .* {cure}"):
             act(path)
     with monkeypatch.context() as patch:
@@ -142,17 +145,17 @@ def test_another_version_is_refused_and_stays(more, cure, path, monkeypatch):
 )
 def test_what_is_no_generation_is_refused(text, path):
     saved(path)
-    name = os.path.join(path, commits.name_of(2))
+    name = os.path.join(path, commits.generation_name(2))
     with open(name, "wb") as file:
         file.write(text)
-    with pytest.raises(DamagedError, match=commits.name_of(2)) as caught:
+    with pytest.raises(DamagedError, match=commits.generation_name(2)) as caught:
         BlockStore.open_to_read(path)
     assert "older" in caught.value.__notes__[0]
     assert committed(path, 1) == 20
-    assert block_store.damages(path) == [str(caught.value)]
+    assert block_store.find_damages(path) == [str(caught.value)]
 
 
-@pytest.mark.parametrize("name", ["arrays", "array", commits.name_of(1)])
+@pytest.mark.parametrize("name", ["arrays", "array", commits.generation_name(1)])
 def test_links_are_not_followed(name, path, folder):
     saved(path)
     if name == "array":
@@ -168,7 +171,7 @@ def test_names_that_only_look_like_generations_count_for_nothing(path):
     for name in ("generation-9", "generation-\u0661", "generation-x"):
         with open(os.path.join(path, name), "w") as file:
             file.write("{")
-    assert commits.numbers(Folder(path)) == [1]
+    assert commits.list_generations(Folder(path)) == [1]
     assert committed(path) == 20
 
 
@@ -257,7 +260,7 @@ def test_a_store_that_was_never_committed_is_begun_anew(path):
     with pytest.raises(FileNotFoundError, match="to which nothing was"):
         BlockStore.open_to_read(path)
     with pytest.raises(FileNotFoundError):
-        block_store.damages(path)
+        block_store.find_damages(path)
     for make in (BlockStore.create, BlockStore.open_to_save):
         ring = Ring(make(path))
         ring.write(4)
@@ -268,7 +271,7 @@ def test_a_store_that_was_never_committed_is_begun_anew(path):
 
 
 def test_what_is_not_there_is_an_error_that_says_so(path, folder):
-    for act in (BlockStore.open_to_read, block_store.damages):
+    for act in (BlockStore.open_to_read, block_store.find_damages):
         with pytest.raises(FileNotFoundError, match="found no folder there"):
             act(path)
         with pytest.raises(FileNotFoundError, match="found none there"):
@@ -325,17 +328,17 @@ def test_what_a_reader_has_open_does_not_expire(path):
     for number in range(6):
         saved(path, 7 * number + 1)
         readers.append(BlockStore.open_to_read(path))
-    assert commits.numbers(Folder(path)) == list(range(1, 8))
+    assert commits.list_generations(Folder(path)) == list(range(1, 8))
     written = [faults.content(reader) for reader in readers]
     assert written == sorted(written)
     readers[2].close()
     del readers[4]  # a reader that is gone needs no `close`
     saved(path)
-    assert commits.numbers(Folder(path)) == [1, 2, 4, 6, 7, 8]
+    assert commits.list_generations(Folder(path)) == [1, 2, 4, 6, 7, 8]
     for reader in readers:
         reader.close()
     saved(path)
-    assert commits.numbers(Folder(path)) == [9]
+    assert commits.list_generations(Folder(path)) == [9]
 
 
 def test_what_an_expiry_could_not_finish_is_freed_by_the_next(path):
@@ -413,7 +416,7 @@ def test_a_commit_does_not_make_damage_valid(path):
         file.write(b"damage")
     ring.write(1)  # in another block
     ring.commit()
-    (line,) = block_store.damages(path)
+    (line,) = block_store.find_damages(path)
     assert "leaf 'x', block 3" in line
     with BlockStore.open_to_read(path) as store, pytest.raises(DamagedError, match="block 3"):
         store.read({"x": np.zeros((60, 300), np.uint8)})
@@ -521,12 +524,12 @@ def test_a_draw_that_never_ends_is_not_waited_for_twice(monkeypatch):
 def test_an_older_generation_whose_version_was_damaged_stops_no_save(path):
     saved(path)
     saved(path, keep=1)
-    name = os.path.join(path, commits.name_of(1))
+    name = os.path.join(path, commits.generation_name(1))
     with open(name, "rb") as file:
         data = file.read()
     with open(name, "wb") as file:
         file.write(data.replace(b'"version":6', b'"version":7', 1))
-    (line,) = block_store.damages(path)
+    (line,) = block_store.find_damages(path)
     assert "version 7" in line and name in line
     saved(path, keep=1)
-    assert block_store.damages(path) == []
+    assert block_store.find_damages(path) == []

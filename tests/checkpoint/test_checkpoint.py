@@ -701,10 +701,10 @@ def test_a_killed_h5_save_leaves_a_file_that_the_next_one_takes_over(tmp_path):
 
 def change_meta(path, change):
     """Changes the newest generation's metadata, with valid checksums."""
-    folder = commits.folder_at(str(path))
-    opened = commits.newest(folder)
+    folder = commits.open_folder(str(path))
+    opened = commits.open_newest(folder)
     change(opened.generation.meta)
-    commits.write(folder, opened.generation)
+    commits.write_generation(folder, opened.generation)
     opened.close()
 
 

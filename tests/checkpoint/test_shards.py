@@ -414,11 +414,12 @@ def test_large_leaves_of_another_device_are_saved_where_they_lie(tmp_path, monke
 def test_an_option_that_a_part_did_not_have_is_its_default():
     node = descriptions.encode(jrb.Prioritized())
     older = {**node, "fields": {name: it for name, it in node["fields"].items() if name != "beta"}}
-    assert descriptions.with_defaults(older) == node
+    assert descriptions.decode(older) == jrb.Prioritized()
+    assert descriptions.binding(older) == descriptions.binding(node)
 
 
 def test_an_option_that_a_part_no_longer_has_is_an_error():
     node = descriptions.encode(jrb.Sharded(BUFFER, S))
     node["fields"]["exchange"] = True
     with pytest.raises(descriptions.UnknownError, match="has other fields"):
-        descriptions.decode(descriptions.with_defaults(node))
+        descriptions.decode(node)
