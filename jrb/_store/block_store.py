@@ -212,9 +212,8 @@ class BlockStore:
         """Returns a store without arrays in a folder in which this process may write."""
         files.make_folder(path)
         store = cls(Folder(path))
-        commits.check_folder(
-            store.folder
-        )  # before a lock file is put among files of other programs
+        # Before a lock file is put among files of other programs.
+        commits.check_folder(store.folder)
         store._lock = Lock(store.folder)
         return store
 

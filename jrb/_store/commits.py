@@ -1,4 +1,4 @@
-"""The file of one generation, which records a commit.
+"""The file of one generation, which records a commit, and which files in a folder are a store's.
 
 The file `generation-000000000007` begins with a line of JSON: `format`, `version`, and the length
 and the CRC-32 of the body. The body follows, another line of JSON, and then the bytes of arrays,
