@@ -224,7 +224,7 @@ def test_a_failure_in_the_background_is_raised_once_whatever_is_interrupted(fill
 
     def settle():
         try:
-            api.settle(str(path))
+            api.wait_for_save(str(path))
         except OSError as error:
             raised.append(error)
 

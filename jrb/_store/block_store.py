@@ -383,6 +383,7 @@ class BlockStore:
             A function that writes what was copied; it does nothing if all is written.
         """
         self.ensure_writer()
+        # Find out which objects the last save had, if the arrays are still those of that save.
         before, hashes = dict(self.arrays), {}
         saved, owners = _last_saved.get(self.path, (None, {}))
         owners = owners if saved == self._identity else {}
@@ -390,10 +391,12 @@ class BlockStore:
         self._owners = {
             name: weakref.ref(it.owner) for name, it in sources.items() if it.owner is not None
         }
+        # From here on, the store has these arrays and no others.
         changed = {name: self.array(name, source) for name, source in sources.items()}
         self.arrays = {name: self.arrays[name] for name in kept} | changed
         writes: list[Callable[[], None]] | None = [] if copy else None
         tasks: list[Callable[[], None]] = []
+        # Collect the work for each array, unless its object is that of the last save.
         for name, source in sources.items():
             array = changed[name]
             owner = owners[name]() if name in owners else None  # None if it is gone
@@ -429,6 +432,7 @@ class BlockStore:
         spec, read = array.spec, source.read
         if read is None:
             raise TypeError(f"{spec.label}: expected a function that reads the rows, got None.")
+        # Beyond the reach all rows are zeros, which take no room.
         reach = spec.num_blocks if source.reach is None else -(-source.reach // spec.block)
         for block in (reach + np.flatnonzero(array.positions[reach:] != NO_POSITION)).tolist():
             array.clear_block(block)
@@ -497,6 +501,7 @@ class BlockStore:
             number = self.generation + 1
             named = self.hashes.keys() & self.arrays.keys()
             hashes = {name: self.hashes[name].tobytes() for name in named}
+            # Everything that the generation refers to is durable before it is written.
             try:
                 self._sync_arrays()
                 tables = {
@@ -520,6 +525,7 @@ class BlockStore:
                     self._set_generation(number, meta, small)
                 error.add_note(_NOT_DURABLE if happened else _NOT_HAPPENED)
                 raise
+            # The commit has happened: make room.
             try:
                 self.folder.check()
                 self.expire(commits.list_generations(self.folder)[-1 - keep :])

@@ -245,6 +245,7 @@ class BlockArray:
         """Writes whole blocks, uint8, with their checksums to free positions."""
         if not blocks or not self.spec.width:
             return
+        # Write to free positions first, and let the table refer to them when all is written.
         taken = [self.take_position() for _ in blocks]
         self._is_synced, size = False, self.spec.size
         with self.open(os.O_RDWR) as file:
@@ -363,6 +364,7 @@ class BlockArray:
         if not self.spec.width:
             return write
         self._is_synced = False
+        # Cut each run at the boundaries of blocks.
         try:
             for start, stop in pieces:
                 while start < stop:

@@ -224,6 +224,7 @@ def write_generation(folder: Folder, one: Generation) -> tuple[int, int]:
     Returns its identity.
     """
     check_own_files(folder)  # as a file of that name is overwritten
+    # List all arrays with their checksums in the body, in the order of their bytes in the file.
     small, large, data = {}, {}, []
     for name, array in one.small.items():
         data.append(memoryview(array.data).cast("B"))

@@ -113,8 +113,8 @@ def save(
         >>> jrb.load(path, decode=unpack)[1].storage["mask"].shape
         (4, 9)
     """
-    path, out = _settled(path), ItemOptions(encode, items)
-    layout = ("h5" if _is_file(path) else "native") if layout is None else layout
+    path, out = _prepare_path(path), ItemOptions(encode, items)
+    layout = ("h5" if _is_hdf5(path) else "native") if layout is None else layout
     _check_options(layout, compression, keep, out)
     if layout == "native":
         return save_job(SaveJob(path, buffer, state, extra, out), keep)
@@ -148,7 +148,7 @@ def _check_options(layout: str, compression: Any, keep: int, out: ItemOptions) -
 def save_job(job: SaveJob, keep: int) -> int:
     """Saves now, and returns the number of the generation. Writes of other threads wait."""
     # Rows on the host are not overwritten by other threads until all of them are written.
-    with saving.reading(job.views), job:
+    with saving.delay_writes(job.views), job:
         job.open(copy=False)
         return job.finish(keep)
 
@@ -176,7 +176,7 @@ class Save:
         """Copies what will be written, and starts the thread if anything is left to be done."""
         try:
             self._job = job
-            with saving.reading(job.views):
+            with saving.delay_writes(job.views):
                 # A commit only syncs files and writes one: it is done here, so that nothing has to
                 # be copied.
                 job.open(copy=not job.is_commit)
@@ -244,8 +244,8 @@ def save_async(
     Raises:
         As `save`; also the error of an earlier save to this path.
     """
-    path, out = _settled(path), ItemOptions(encode, items)
-    if _is_file(path):
+    path, out = _prepare_path(path), ItemOptions(encode, items)
+    if _is_hdf5(path):
         raise ValueError(f"{path}: expected a folder, got a file of HDF5. jrb.save writes it.")
     _check_options("native", None, keep, out)
     job = SaveJob(path, buffer, state, extra, out, "save_async")
@@ -256,7 +256,7 @@ def save_async(
     return save
 
 
-def settle(path: str) -> None:
+def wait_for_save(path: str) -> None:
     """Waits for a running save to a path, and raises its error, but only once."""
     path = os.path.realpath(path)
     save = _running.get(path)
@@ -403,12 +403,12 @@ def load(
         ValueError: the version, or a leaf's dtype or shape, the structure or the capacity differ;
             `decode` or `items` is missing, or is given and not needed.
     """
-    path = _settled(path)
+    path = _prepare_path(path)
     checks.flag("verify", verify)
     checks.flag("cast", cast)
     options = LoadOptions(decode, items, verify, cast)
     read = functools.partial(load_generation, number=generation, extra=extra, options=options)
-    if _is_file(path):
+    if _is_hdf5(path):
         if generation or any(given is not None for given in (extra, decode, items)):
             raise ValueError(
                 "generation, extra, decode, items: expected None for an HDF5 file, which holds but "
@@ -418,9 +418,9 @@ def load(
     elif generation is not None:
         checks.count("generation", generation)
     if convert is None:
-        loaded, state, *besides = _read_as(read, path, buffer, example, device)
+        loaded, state, *besides = _load_as(read, path, buffer, example, device)
     else:
-        loaded, state, *besides = _read_converted(read, path, buffer, example, device, convert)
+        loaded, state, *besides = _load_converted(read, path, buffer, example, device, convert)
     if capacity is None and num_envs is ...:
         return loaded, state, *besides
     if not isinstance(loaded, ReplayBuffer):
@@ -429,7 +429,7 @@ def load(
             "them as they are, and call jrb.rebuild."
         )
     resized = dataclasses.replace(
-        schema.loadable(loaded, given=False),
+        schema.choose_target(loaded, given=False),
         capacity=loaded.capacity if capacity is None else capacity,
         num_envs=loaded.num_envs if num_envs is ... else num_envs,
     )
@@ -439,7 +439,7 @@ def load(
     return loaded, state, *besides
 
 
-def _read_as(
+def _load_as(
     read: Callable[..., Any], path: str, buffer: Several, example: Item, device: Device
 ) -> Any:
     """Reads a buffer and its state; a state of another description is converted by `rebuild`."""
@@ -459,7 +459,7 @@ def _read_as(
     return buffer, state if device is None else jax.device_put(state, device), *besides
 
 
-def _read_converted(
+def _load_converted(
     read: Callable[..., Any], path: str, buffer: Several, example: Item, device: Device, hooks: Any
 ) -> Any:
     """Reads buffers and their states as they were saved, and converts all items."""
@@ -468,14 +468,14 @@ def _read_converted(
     except descriptions.UnknownError:  # only a description that has its functions can load it
         saved = buffer
         if isinstance(buffer, ReplayBuffer):
-            saved = schema.loadable(buffer, given=False)  # `buffer` gets the new items
+            saved = schema.choose_target(buffer, given=False)  # `buffer` gets the new items
         loaded, state, *besides = read(path, saved, example, None)
 
-    loaded, state = _converted(path, loaded, state, buffer, hooks)
+    loaded, state = _convert_items(path, loaded, state, buffer, hooks)
     return loaded, state if device is None else jax.device_put(state, device), *besides
 
 
-def _converted(path: str, old: Any, state: Any, new: Any, hook: Any) -> tuple[Any, Any]:
+def _convert_items(path: str, old: Any, state: Any, new: Any, hook: Any) -> tuple[Any, Any]:
     """Returns the descriptions and states with converted items; `new` may be None."""
     if isinstance(old, ReplayBuffer | Sharded):
         if schema.is_at(path, new):
@@ -484,14 +484,14 @@ def _converted(path: str, old: Any, state: Any, new: Any, hook: Any) -> tuple[An
                 "are that are converted. Save there afterwards, or give it a new path."
             )
         if new is None:
-            new = schema.loadable(old, given=False) if isinstance(old, ReplayBuffer) else old
+            new = schema.choose_target(old, given=False) if isinstance(old, ReplayBuffer) else old
         return new, rebuild(old, state, new, convert=hook)
-    parts, states = descriptions.each(old), descriptions.each(state)
-    hooks = descriptions.hook_for_each(old, hook, "load: convert functions")
+    parts, states = descriptions.buffers_by_name(old), descriptions.buffers_by_name(state)
+    hooks = descriptions.functions_by_name(old, hook, "load: convert functions")
     news = dict.fromkeys(parts)
     if new is not None:
-        news = descriptions.for_each(old, new, "load: buffers")
-    done = {n: _converted(path, parts[n], states[n], news[n], hooks[n]) for n in parts}
+        news = descriptions.match_by_name(old, new, "load: buffers")
+    done = {n: _convert_items(path, parts[n], states[n], news[n], hooks[n]) for n in parts}
     whole = new if isinstance(new, Mix) else old
     return descriptions.combine(whole, done)
 
@@ -510,7 +510,7 @@ def load_generation(
     store = BlockStore.open_to_read(path, number)
     checkpoint = OpenedCheckpoint(path, store, store.meta)
     try:
-        besides = () if extra is None else (loading.extra(checkpoint, extra),)
+        besides = () if extra is None else (loading.load_extra(checkpoint, extra),)
         loaded = *loading.load(checkpoint, buffer, example, device, options), *besides
     except BaseException:
         store.close()
@@ -520,17 +520,17 @@ def load_generation(
     return loaded
 
 
-def _settled(path: Path) -> str:
+def _prepare_path(path: Path) -> str:
     """Returns the absolute path, after waiting for a running save to it."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected a path, got {path!r}. The order is (path, buffer, state).")
     # Made absolute before the wait, as a relative path means another folder after a `chdir`.
     absolute = files.absolute_path(path)
-    settle(absolute)
+    wait_for_save(absolute)
     return absolute
 
 
-def _is_file(path: str) -> bool:
+def _is_hdf5(path: str) -> bool:
     """Returns True if a checkpoint at a path is a file of HDF5, or would be made as one."""
     if os.path.isdir(path) or os.path.isfile(path):
         return os.path.isfile(path)
@@ -543,10 +543,10 @@ def _is_file(path: str) -> bool:
 @escaped_errors()
 def generations(path: Path) -> list[int]:
     """Returns the numbers of the generations that a checkpoint has, oldest first; 0 for HDF5."""
-    path = _settled(path)
+    path = _prepare_path(path)
     return (
         [_hdf5().metadata(path)["generation"]]
-        if _is_file(path)
+        if _is_hdf5(path)
         else commits.list_generations(commits.open_folder(path))
     )
 
@@ -570,8 +570,8 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
     Raises:
         FileNotFoundError: there is no checkpoint, or no such generation.
     """
-    path = _settled(path)
-    if _is_file(path):
+    path = _prepare_path(path)
+    if _is_hdf5(path):
         if generation:
             raise ValueError(f"generation: expected None for a file of HDF5, got {generation!r}.")
         return _hdf5().metadata(path)
@@ -582,7 +582,7 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
 
 def is_checkpoint(path: Path) -> bool:
     """Returns True if a checkpoint in either layout is at a path, even a damaged one."""
-    path = _settled(path)
+    path = _prepare_path(path)
     return manifest.is_checkpoint(path) if os.path.isdir(path) else _hdf5().is_own(path)
 
 
@@ -603,6 +603,6 @@ def verify(path: Path, progress: Progress = no_progress) -> list[str]:
     Raises:
         FileNotFoundError: there is no checkpoint.
     """
-    path = _settled(path)
-    check = _hdf5().verify if _is_file(path) else block_store.find_damages
+    path = _prepare_path(path)
+    check = _hdf5().verify if _is_hdf5(path) else block_store.find_damages
     return list(map(printable, check(path, progress)))

@@ -47,7 +47,7 @@ class OtherError(ValueError):
 # Several buffers by their names.
 
 
-def check(buffer: Several, method: str) -> None:
+def check_buffers(buffer: Several, method: str) -> None:
     """Raises unless `buffer` is a description that can be saved, or a dict or tuple of these."""
     if isinstance(buffer, ReplayBuffer | Mix | Sharded):
         return
@@ -57,13 +57,13 @@ def check(buffer: Several, method: str) -> None:
             f"{method}: expected a ReplayBuffer, a Mix, or a dict or tuple of them, or a Sharded, "
             f"got {type(buffer).__name__}. The order is {method}{order}."
         )
-    for name, part in each(buffer).items():
+    for name, part in buffers_by_name(buffer).items():
         if not isinstance(name, str):
             raise TypeError(f"{method}: expected names of buffers, got the key {name!r}.")
-        check(part, method)
+        check_buffers(part, method)
 
 
-def each(buffer: Several) -> dict[str, Any]:
+def buffers_by_name(buffer: Several) -> dict[str, Any]:
     """Returns the buffers of a Mix, a dict or a tuple, or the shards of a Sharded, by name."""
     if isinstance(buffer, Sharded):
         return dict.fromkeys(buffer.names(), buffer.part)
@@ -73,20 +73,20 @@ def each(buffer: Several) -> dict[str, Any]:
     return {str(number): entry for number, entry in enumerate(entries)}
 
 
-def for_each(buffer: Several, thing: Any, what: str) -> dict[str, Any]:
+def match_by_name(buffer: Several, thing: Any, what: str) -> dict[str, Any]:
     """Returns the entry of `thing` for each buffer, by name; `what` is for the error message.
 
     For a dict of buffers, `thing` is a dict with the same names; for a tuple or a `Mix`, a tuple of
     that length. All shards of a `Sharded` get `thing` itself.
     """
     if isinstance(buffer, Sharded):
-        return dict.fromkeys(each(buffer), thing)
-    names, form = list(each(buffer)), dict if isinstance(buffer, dict) else tuple
+        return dict.fromkeys(buffers_by_name(buffer), thing)
+    names, form = list(buffers_by_name(buffer)), dict if isinstance(buffer, dict) else tuple
     if isinstance(buffer, Mix) and isinstance(thing, Mix):
         thing = thing.buffers
     text = type(thing).__name__
     if isinstance(thing, form):
-        entries = each(thing)
+        entries = buffers_by_name(thing)
         if entries.keys() == set(names):
             return {name: entries[name] for name in names}
         text = f"those of {list(entries)}"
@@ -107,11 +107,11 @@ def combine(whole: Several, parts: dict[str, tuple[Any, Any]]) -> tuple[Any, Any
     return described, tuple(states.values())
 
 
-def hook_for_each(buffer: Several, hook: Any, what: str) -> dict[str, Any]:
+def functions_by_name(buffer: Several, hook: Any, what: str) -> dict[str, Any]:
     """Returns the function for each buffer, by name; `hook` is one for all, or a dict."""
     if isinstance(hook, dict):
-        return for_each(each(buffer), hook, what)
-    return dict.fromkeys(each(buffer), hook)
+        return match_by_name(buffers_by_name(buffer), hook, what)
+    return dict.fromkeys(buffers_by_name(buffer), hook)
 
 
 def without_mesh(buffer: Any) -> Any:
@@ -199,7 +199,7 @@ def read_from(path: str) -> Iterator[None]:
 # Is it the same description?
 
 
-def matched(path: str, saved: Json, given: Any, kind: type) -> Any:
+def match_description(path: str, saved: Json, given: Any, kind: type) -> Any:
     """Returns the saved description, which must be a `kind`; or the given one if it is the same.
 
     Batch size, `min_size`, `cast`, `requires_mask` and transforms may differ, as no state depends

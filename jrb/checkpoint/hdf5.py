@@ -60,7 +60,7 @@ _ERRORS = OSError, KeyError, RuntimeError, IndexError, TypeError, ValueError
 
 def save(path: str, buffer: Several, state: Any, compression: str | None) -> None:
     """Saves one buffer as a file of HDF5; see `jrb.checkpoint.save`."""
-    descriptions.check(buffer, "save")
+    descriptions.check_buffers(buffer, "save")
     saved = schema.snapshot(buffer, state) if isinstance(buffer, ReplayBuffer) else None
     if saved is None or buffer.storage.of_objects or saved.batch:
         raise ValueError(
@@ -83,7 +83,7 @@ def save(path: str, buffer: Several, state: Any, compression: str | None) -> Non
     path = os.path.realpath(path)  # a link to a checkpoint stays one
     # HDF5 writes to memory: where a write to a disk fails, it may crash.
     with (
-        saving.reading(saved.views),
+        saving.delay_writes(saved.views),
         h5py.File(path, "w", driver="core", backing_store=False) as file,
     ):
         _write(file, saved, {} if compression is None else {"compression": compression})
@@ -138,7 +138,8 @@ def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
     for part in pieces(np.arange(len(slots)), pytree.nbytes(saved.spec)):
         for array, leaf in zip(arrays, jax.tree.leaves(items.read(slots[part])), strict=True):
             array[part] = leaf
-    about = schema.about(saving.BUFFER, saved) | {"trajectories": []}
+    about = schema.describe_state(saving.BUFFER, saved) | {"trajectories": []}
+    # Write a group for each trajectory.
     if len(slots):
         # Items of a writer without order of time are no rows of environments, but one stream.
         envs = buffer.ring.envs if buffer.writer.is_chronological else 1
@@ -153,6 +154,7 @@ def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
             about["trajectories"].append([environment, length])
             for name, leaf in rows.items():
                 _put(group, name, leaf, leaf.dtype, options)
+    # Write all other arrays, and the description.
     group = file.create_group("state")
     state = schema.with_tree_leaves(schema.without_items(buffer, saved.state))
     for name, leaf in schema.by_name(state).items():
@@ -192,7 +194,7 @@ def load(
 ) -> tuple[Any, Any]:
     """Loads one buffer from a file of HDF5; see `jrb.checkpoint.load`."""
     if buffer is not None:
-        descriptions.check(buffer, "load")
+        descriptions.check_buffers(buffer, "load")
     _check_seal(path)
 
     def load_to(device: Device) -> tuple[Any, Any]:
@@ -209,8 +211,8 @@ def _read(
     file: h5py.File, given: Description | None, example: Item, device: Device
 ) -> tuple[Any, Any]:
     about = _about(file)
-    buffer, spec = schema.fitting(file.filename, about, given, example)
-    buffer = schema.loadable(buffer, given is not None)
+    buffer, spec = schema.match_specs(file.filename, about, given, example)
+    buffer = schema.choose_target(buffer, given is not None)
     want = schema.blank(buffer, spec)
     arrays = schema.without_items(buffer, want)
     group, kinds = cast(h5py.Group, file["state"]), {}

@@ -127,30 +127,32 @@ def load(
 ) -> tuple[Any, Any]:
     """Returns the descriptions and the states of a generation."""
     if given is not None:
-        descriptions.check(given, "load")
+        descriptions.check_buffers(given, "load")
     path, meta, kind = checkpoint.path, checkpoint.meta, str(checkpoint.meta.get("kind"))
     if kind not in (manifest.MIX, manifest.SHARDED, manifest.SEVERAL):
-        load_to = lambda device: _load(checkpoint, given, example, device, options)
+        load_to = lambda device: _load_buffer(checkpoint, given, example, device, options)
         return load_with_cast(load_to, path, given is not None, device, options.cast)
+    # Find the description of the whole, or a container of the saved form.
     if kind == manifest.SEVERAL:
         names = list(meta["parts"])
         whole: Any = dict.fromkeys(names) if meta["is_dict"] else (None,) * len(names)
     else:
         plain = None if given is None else descriptions.without_mesh(given)
         cls = Mix if kind == manifest.MIX else Sharded
-        saved = descriptions.matched(path, meta["buffer"], plain, cls)
+        saved = descriptions.match_description(path, meta["buffer"], plain, cls)
         whole = saved if given is None else given
-    names = list(descriptions.each(whole))
+    # Give each part its own share of the arguments.
+    names = list(descriptions.buffers_by_name(whole))
     buffers = items = dict.fromkeys(names)
     examples = dict.fromkeys(names, example)
     if kind == manifest.SEVERAL and example is not None:
-        examples = descriptions.for_each(whole, example, "load: examples")
+        examples = descriptions.match_by_name(whole, example, "load: examples")
     if given is not None:
         part = given.part if isinstance(given, Sharded) else given
-        buffers = descriptions.for_each(whole, part, "load: buffers")
+        buffers = descriptions.match_by_name(whole, part, "load: buffers")
     if options.items is not None:
-        items = descriptions.for_each(whole, options.items, "load: items")
-    decodes = descriptions.hook_for_each(whole, options.decode, "load: decode functions")
+        items = descriptions.match_by_name(whole, options.items, "load: items")
+    decodes = descriptions.functions_by_name(whole, options.decode, "load: decode functions")
 
     def load_part(name: str, device: Any) -> tuple[Any, Any]:
         inward = dataclasses.replace(options, decode=decodes[name], items=items[name])
@@ -187,19 +189,20 @@ def load_with_cast(
         slots = schema.held_slots(saved.buffer, wide.writer)
         items = schema.ItemReader(saved).read(slots)
         state = schema.without_items(saved.buffer, saved.state)
+    # Put the narrow items into a state of the narrow specs.
     narrow = lambda leaf: (
         leaf if casting.is_keys(leaf.dtype) else casting.cast_for_jax(leaf, "load")
     )
     spec = jax.tree.map(narrow, saved.spec)
     leaves = jax.tree.leaves(casting.cast_for_jax(items, "load"))
-    buffer = schema.loadable(buffer, given and not schema.is_at(path, buffer))
+    buffer = schema.choose_target(buffer, given and not schema.is_at(path, buffer))
     parts = split_items(slots, leaves, spec)
     want = schema.blank(buffer, spec)
     state = restore_items(buffer, want, state, spec, parts, device)
     return buffer, state if device is None else jax.device_put(state, device)
 
 
-def _load(
+def _load_buffer(
     checkpoint: OpenedCheckpoint,
     given: Description | None,
     example: Item,
@@ -212,11 +215,12 @@ def _load(
     options.check(path, form)
     if kind not in (saving.BUFFER, saving.STORE):
         raise ValueError(f"{path}: expected a checkpoint of a buffer, got one of kind {kind!r}.")
-    buffer, spec = schema.fitting(path, meta, given, example)
+    buffer, spec = schema.match_specs(path, meta, given, example)
     if kind == saving.STORE:
-        return _reopened(checkpoint, buffer, spec, device, options.verify)
-    buffer = schema.loadable(buffer, given is not None)
-    want = schema.batched(schema.blank(buffer, spec), tuple(meta["batch"]))
+        return _open_storage(checkpoint, buffer, spec, device, options.verify)
+    buffer = schema.choose_target(buffer, given is not None)
+    # Restore the arrays of the state first, then the items that are not among them.
+    want = schema.add_batch_axes(schema.blank(buffer, spec), tuple(meta["batch"]))
     arrays = schema.without_items(buffer, want) if form else want
     state = restore_arrays(path, checkpoint.kinds(), checkpoint.fill, arrays, device)
     if buffer.storage.of_objects:
@@ -286,7 +290,7 @@ def _check_given_items(
     path: str, form: dict[str, Any], slots: np.ndarray, spec: Item, items: Item
 ) -> Pieces:
     """Checks the items of a user, and returns pieces of them."""
-    want = schema.batched(schema.host_spec(spec), (len(slots),))
+    want = schema.add_batch_axes(schema.host_spec(spec), (len(slots),))
     pytree.check_like(want, items, f"{path}: items", _MEND)
     leaves, sampled = list(map(np.asarray, jax.tree.leaves(items))), sampled_indices(len(slots))
     sums = [zlib.crc32(bytes_of(leaf[sampled], len(sampled)).tobytes()) for leaf in leaves]
@@ -377,6 +381,7 @@ def restore_items(
     zeros = lambda leaf, raw: casting.wrap_words(jnp.zeros(raw.shape, raw.dtype), leaf.dtype)
     zeros_or_saved = lambda leaf, raw: zeros(leaf, raw) if id(leaf) in blank else next(own)
     storage = jax.tree.map(zeros_or_saved, want.storage, raws)
+    # Write the pieces buffer by buffer: `vmap` may have made several.
     specs, structure = jax.tree.flatten(spec)
     for rows, leaves in parts:
         buffers, slots = np.divmod(rows, buffer.capacity)
@@ -479,6 +484,7 @@ def restore_arrays(
                 f"{path}: leaf '{labels.get(name, name)}': expected {schema.kind_of(leaf)} of "
                 f"{size} bytes, got {kind} of {saved} bytes."
             )
+    # Read one array after the other, and move it to its device.
     placed: list[Any] = []
     for name, leaf in leaves.items():
         # Aligned, so that XLA takes this memory on the host without a copy.
@@ -499,7 +505,7 @@ def restore_arrays(
 # From the path of a storage.
 
 
-def _reopened(
+def _open_storage(
     checkpoint: OpenedCheckpoint, buffer: Buffer, spec: Item, device: Device, verify: bool
 ) -> tuple[Any, Any]:
     """Returns the buffer and its state as they were committed; the first write takes the lock."""
@@ -520,7 +526,7 @@ def _reopened(
 # Parameters and other data of the user.
 
 
-def extra(checkpoint: OpenedCheckpoint, example: Item) -> Any:
+def load_extra(checkpoint: OpenedCheckpoint, example: Item) -> Any:
     """Returns the saved `extra`, each leaf as a number or an array like that of the example."""
     path, names = checkpoint.path, checkpoint.meta.get("extra")
     if names is None:
@@ -537,7 +543,7 @@ def extra(checkpoint: OpenedCheckpoint, example: Item) -> Any:
         )
     kinds = checkpoint.kinds()
     leaves = [
-        _extra_leaf(checkpoint, name, kinds[EXTRA + name][0], example)
+        _load_extra_leaf(checkpoint, name, kinds[EXTRA + name][0], example)
         for name, example in examples.items()
     ]
     return jax.tree.unflatten(jax.tree.structure(example), leaves)
@@ -546,7 +552,7 @@ def extra(checkpoint: OpenedCheckpoint, example: Item) -> Any:
 _SORTS = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating, complex: jnp.complexfloating}
 
 
-def _extra_leaf(saved: OpenedCheckpoint, name: str, kind: Any, example: Any) -> Any:
+def _load_extra_leaf(saved: OpenedCheckpoint, name: str, kind: Any, example: Any) -> Any:
     """Returns a Python number, a NumPy array, or a JAX array on the device of the example."""
     is_spec = isinstance(example, jax.ShapeDtypeStruct)
     spec: Any = example if is_spec else saving.extra_array(name, example)

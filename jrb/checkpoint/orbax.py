@@ -118,7 +118,7 @@ class BufferSave(_Args):
 
     def __post_init__(self) -> None:
         # Made and thrown away: its checks raise here, before Orbax has started a thread.
-        with saving.reading(SaveJob("", self.buffer, self.state).views):
+        with saving.delay_writes(SaveJob("", self.buffer, self.state).views):
             pass
         if jax.process_count() > 1:
             raise NotImplementedError(

@@ -105,7 +105,7 @@ def extra_array(name: str, leaf: Leaf) -> Any:
 
 
 @contextlib.contextmanager
-def reading(views: list[HostView]) -> Iterator[None]:
+def delay_writes(views: list[HostView]) -> Iterator[None]:
     """Returns a context for a save, for which writes of other threads wait for a while.
 
     Raises `StaleError` for an older state, of whose rows some may be overwritten already. A write
@@ -149,6 +149,7 @@ def encode_items(saved: Snapshot, encode: Hook) -> tuple[dict[str, Any], Source]
     """
     if not callable(encode):
         raise TypeError(f"encode: expected a function, got {encode!r}.")
+    # Choose blocks whose rows are small enough before and after the encoding.
     items, num_rows = ItemReader(saved), saved.count * saved.buffer.capacity
     form, structure, width = _describe_encoding(encode, items.spec)
     block = rows_per_block(num_rows, max(pytree.nbytes(items.spec), width))
@@ -191,6 +192,7 @@ def _describe_encoding(encode: Hook, spec: Any) -> tuple[dict[str, Any], Any, in
 
     Its result for an item of zeros shows the shapes and dtypes of all results.
     """
+    # Encode one item of zeros, and check the result.
     zeros = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), spec)
     output = jax.tree.map(np.asarray, encode(zeros))
     if not jax.tree.leaves(output):
@@ -203,6 +205,7 @@ def _describe_encoding(encode: Hook, spec: Any) -> tuple[dict[str, Any], Any, in
             raise ValueError(
                 f"{where}: expected one row for each of K items, got shape {leaf.shape} for one."
             )
+    # Describe the structure of results, which must be one that a file can hold.
     structure = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), output)
     if not pytree.nbytes(structure):
         raise ValueError("encode: expected arrays with elements, got empty ones.")
@@ -285,7 +288,7 @@ class SaveJob:
         out: ItemOptions = ItemOptions(),
         method: str = "save",
     ) -> None:
-        descriptions.check(buffer, method)
+        descriptions.check_buffers(buffer, method)
         self.views: list[HostView] = []
         self._path, self._own, self._version = path, None, 0
         self._large: dict[str, Source] = {}
@@ -309,9 +312,10 @@ class SaveJob:
             names = buffer.names()
             states = {names[number]: one for number, one in buffer.split(state).items()}
         else:
-            states = descriptions.for_each(buffer, state, "save: states")
-        encodes = descriptions.hook_for_each(buffer, out.encode, "save: encode functions")
-        buffers = descriptions.each(buffer)
+            states = descriptions.match_by_name(buffer, state, "save: states")
+        # Add each part under its own prefix.
+        encodes = descriptions.functions_by_name(buffer, out.encode, "save: encode functions")
+        buffers = descriptions.buffers_by_name(buffer)
         parts = {
             name: self._add(
                 buffers[name],
@@ -357,7 +361,7 @@ class SaveJob:
         self._large |= {prefix + name: source for name, source in items.items()}
         arrays = saved.state if form is None else schema.without_items(buffer, saved.state)
         self._add_arrays(arrays, prefix)
-        return schema.about(BUFFER, saved) | {"form": form}
+        return schema.describe_state(BUFFER, saved) | {"form": form}
 
     def _add_own_storage(self, saved: Snapshot, out: ItemOptions) -> dict[str, Any]:
         """Adds a state whose rows are in the files at the path already; returns its metadata."""
@@ -370,7 +374,7 @@ class SaveJob:
         self._own = cast(StoreRows, view.rows)
         self._version = host_rows.number(view.version)
         self._add_arrays(saved.state)
-        return schema.about(STORE, saved) | {"form": None}
+        return schema.describe_state(STORE, saved) | {"form": None}
 
     def _add_arrays(self, tree: Any, prefix: str = "") -> None:
         large, small = schema.sources_of(tree, prefix)
@@ -421,6 +425,7 @@ class SaveJob:
         def commit() -> int:
             if not is_leader:
                 return 0
+            # Join what the other processes have written to what this one has.
             tables: dict[str, Any] = {}
             for report in filter(None, reports):
                 tables |= report["tables"]

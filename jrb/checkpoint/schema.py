@@ -147,7 +147,7 @@ def is_at(path: str, buffer: Description) -> bool:
     return own is not None and os.path.realpath(own) == os.path.realpath(path)
 
 
-def loadable(buffer: Description, given: bool) -> Any:
+def choose_target(buffer: Description, given: bool) -> Any:
     """Returns the description that a checkpoint is loaded into.
 
     Unless the user has given it, items on the host go to a temporary store, as the store at the
@@ -202,6 +202,7 @@ def snapshot(buffer: Buffer, state: BufferState) -> Snapshot:
             f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
             "save(path, buffer, state)."
         )
+    # All leaves must be arrays that are still there.
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         where = f"save: leaf '{pytree.leaf_name(path)}'"
         if isinstance(leaf, jax.core.Tracer):
@@ -214,7 +215,7 @@ def snapshot(buffer: Buffer, state: BufferState) -> Snapshot:
                 "state that came back."
             )
     half = validate.for_device(buffer, state)
-    spec, batch = _fitted(buffer, pytree.spec_of(half, "save"))
+    spec, batch = _find_item_spec(buffer, pytree.spec_of(half, "save"))
     plain = state.replace(storage=None) if validate.on_host(buffer) else state
     return Snapshot(buffer, plain, spec, batch, state.storage)
 
@@ -305,7 +306,7 @@ def _blanks(buffer: Buffer) -> Callable[..., Any]:
     return blanks
 
 
-def _fitted(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:
+def _find_item_spec(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:
     """Returns the specs of an item in a state, and the shape of the axes that `vmap` has added."""
     # `vmap` may have put axes before all leaves. The storage knows the shape of an item only
     # without them, so try none, one, two and three.
@@ -320,6 +321,7 @@ def _fitted(buffer: Buffer, specs: BufferState) -> tuple[Item, tuple[int, ...]]:
             continue
         if all(leaf.shape[:axes] == batch for leaf in leaves):
             return spec, batch
+    # It does not fit: find the leaf that differs, for the message.
     other = ValueError("save: expected a state of this buffer, got another.")
     try:
         spec = buffer.storage.spec(specs.storage)
@@ -344,12 +346,12 @@ def _show_items(state: Any) -> dict[str, Any]:
     return {"storage": storage.shown() if isinstance(storage, PackedLeaves) else storage}
 
 
-def batched(tree: Item, batch: tuple[int, ...]) -> Any:
+def add_batch_axes(tree: Item, batch: tuple[int, ...]) -> Any:
     """Returns these specs with leading axes, each a new object."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*batch, *leaf.shape), leaf.dtype), tree)
 
 
-def about(kind: str, saved: Snapshot) -> dict[str, Any]:
+def describe_state(kind: str, saved: Snapshot) -> dict[str, Any]:
     """Returns the metadata of a state in a checkpoint, for JSON."""
     buffer, state = saved.buffer, saved.state
     count = lambda writer: buffer.writer.held(buffer.ring, writer).size
@@ -400,11 +402,14 @@ class WideError(TypeError):
     """The saved items have dtypes of 64 bits, but JAX keeps only 32."""
 
 
-def fitting(
+def match_specs(
     path: str, meta: dict[str, Any], given: Description | None, example: Item
 ) -> tuple[Any, Any]:
     """Returns the description and item specs of a file; the user's own if these match them."""
-    buffer, node = descriptions.matched(path, meta["buffer"], given, ReplayBuffer), meta["items"]
+    buffer, node = (
+        descriptions.match_description(path, meta["buffer"], given, ReplayBuffer),
+        meta["items"],
+    )
     with descriptions.read_from(path):
         # If no file can hold the structure, only leaves were saved: the example has the structure.
         is_unknown = "unknown" in node

@@ -11,7 +11,7 @@ from jrb import read
 from jrb.authoring import enable_x64, leaf_names
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import DamagedError
-from jrb.checkpoint.descriptions import each
+from jrb.checkpoint.descriptions import buffers_by_name
 from jrb.datasets.format import Source
 from jrb.datasets.reading import tabular
 from jrb.datasets.reading.buffered import episode_table
@@ -141,7 +141,7 @@ def _load(path: str, format: Checkpoint, number: int | None) -> _LoadedSteps:
 
 def _part_of(path: str, buffer: Any, state: Any, part: str | None) -> tuple[ReplayBuffer, Any]:
     """Returns one of several buffers, or of the shards of one, and its state."""
-    parts = {} if isinstance(buffer, ReplayBuffer) else each(buffer)
+    parts = {} if isinstance(buffer, ReplayBuffer) else buffers_by_name(buffer)
     expected = (
         f"one of {list(parts)}, as it has several buffers" if parts else "None, as it has one"
     )
@@ -151,7 +151,7 @@ def _part_of(path: str, buffer: Any, state: Any, part: str | None) -> tuple[Repl
         names = buffer.names()
         states = {names[number]: one for number, one in buffer.split(state).items()}
     else:
-        states = each(state)
+        states = buffers_by_name(state)
     one = parts[str(part)]
     check(isinstance(one, ReplayBuffer), f"{path}: part", "the name of a single buffer", repr(part))
     return one, states[str(part)]
