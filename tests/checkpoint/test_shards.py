@@ -227,7 +227,7 @@ def saved_by(count, path, sharded, state, monkeypatch, extra=None, background=Fa
         each = whole(sharded, state)
         return {name: one for name, one in each.items() if name % count == local.number}
 
-    monkeypatch.setattr(saving, "processes", of_this_process)
+    monkeypatch.setattr(saving.ProcessGroup, "of_program", of_this_process)
     monkeypatch.setattr(jrb.Sharded, "split", mine)
 
     def in_turn(method):
