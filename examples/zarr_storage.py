@@ -1,6 +1,6 @@
 """A custom storage: items in compressed zarr arrays, in a folder.
 
-Two methods write and read rows. The base class `jrb.storages.HostArrays` does all else: it works
+Two methods write and read rows. The base class `jrb.storages.HostStorage` does all else: it works
 inside and outside `jit`, with all units and samplers, with checkpoints, and rejects old states.
 """
 
@@ -13,7 +13,7 @@ import zarr
 
 import jrb
 from jrb.ring import Ring
-from jrb.storages import HostArrays, PlainRows
+from jrb.storages import HostStorage, PlainRows
 from jrb.types import component
 
 
@@ -42,7 +42,7 @@ class ZarrRows(PlainRows):
 
 
 @component
-class ZarrStorage(HostArrays):
+class ZarrStorage(HostStorage):
     """A storage that keeps items in a zarr group at a new path."""
 
     path: str

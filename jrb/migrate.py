@@ -150,7 +150,8 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
     ring, envs, target = old.ring, old.ring.envs, replay_target(new)
     spec = old.storage.spec(state.storage)
     # The state without its storage learns from the rows, which are read piece by piece.
-    half, view = eager.make_device_state(target, spec), old.storage.view(state.storage)
+    half = eager.make_device_state(target, spec)
+    rows, version = state.storage.rows, state.storage.version
     counts = np.broadcast_to(old.writer.held(ring, state.writer).rows(ring), envs)
     # All pieces have one length, so that the write of them is compiled once.
     size = max(1, min(2 * _PIECE // max(1, pytree.nbytes(spec) * envs), int(counts.max())))
@@ -162,7 +163,7 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
         # If each environment has its own clock, each has its own number of rows.
         mask = row[:, None] < counts
         mask = jnp.asarray(mask if old.writer.per_env else mask[:, 0])
-        items = view.rows.fetch(view.version, slots)
+        items = rows.take(version, slots)
         after = steps.write(target, half, items, mask)
         # The items are stored already, so the storage after the write is thrown away.
         half = after.replace(storage=half.storage)

@@ -255,7 +255,7 @@ class Mix:
             else:
                 # There is nothing to update, but later writes wait for the reads all the same.
                 one = part.part if isinstance(part, Sharded) else part
-                after.append(self._within(eager.Wait(one), (state,), (own,)))
+                after.append(self._within(eager.wait_method(one), (state,), (own,)))
         return tuple(after)
 
     def _pairs(self, states: States) -> list[tuple[ReplayBuffer | Sharded, BufferState]]:

@@ -175,8 +175,9 @@ def test_compiled_methods_of_a_mix():
 # Copies.
 
 
-def test_a_large_copy_is_told_once():
-    buffer = jrb.ReplayBuffer(5000, batch_size=2)
+@pytest.mark.parametrize("storage", [jrb.DeviceStorage(), jrb.SpillStorage(None, 5000)])
+def test_a_large_copy_is_told_once(storage):
+    buffer = jrb.ReplayBuffer(5000, batch_size=2, storage=storage)
     state = buffer.init({"x": jnp.zeros(64)})
     with pytest.warns(
         jrb.CopyWarning, match=r"copies the whole buffer, 1\.3 MB.*jrb\.jitted"
@@ -185,7 +186,10 @@ def test_a_large_copy_is_told_once():
     assert told[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        buffer.add(state, {"x": jnp.ones(64)})
+        state = buffer.add(state, {"x": jnp.ones(64)})
+        jrb.jitted(jrb.ReplayBuffer(5000, batch_size=3, storage=storage)).add(
+            state, {"x": jnp.ones(64)}
+        )
 
 
 @pytest.mark.slow

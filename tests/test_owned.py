@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jrb
-from jrb.storages import HostArrays, PlainRows
+from jrb.storages import HostStorage, PlainRows
 from jrb.types import component
 
 E, N = 16, 128
@@ -201,7 +201,7 @@ class ViewRows(PlainRows):
 
 
 @component
-class ViewStorage(HostArrays):
+class ViewStorage(HostStorage):
     """A storage of a user, in `ViewRows`."""
 
     def make_rows(self, ring: Any, spec: Any, is_chronological: bool) -> ViewRows:

@@ -61,10 +61,9 @@ def init(buffer: Buffer, spec: Item, device: Device) -> Any:
     if not on_host(buffer):
         return state
     # The state has the outline of its rows, which are made here.
-    storage = buffer.storage
-    rows = storage.make_rows(buffer.ring, spec, is_chronological=buffer.writer.is_chronological)
-    view = storage.view(state.storage).replace(rows=rows).after(np.zeros(2, np.uint32))
-    stored = storage.with_view(state.storage, view)
+    is_chronological = buffer.writer.is_chronological
+    rows = buffer.storage.make_rows(buffer.ring, spec, is_chronological=is_chronological)
+    stored = state.storage.with_rows(rows, 0)
     return state.replace(storage=stored if device is None else jax.device_put(stored, device))
 
 
@@ -110,15 +109,16 @@ def write(
     others = mask, cuts, priorities
     if buffer.writer.blocks_when_full:
         _check_room(buffer, state, items, mask)
-    if is_one_step(buffer, state, items, others):
-        # Inside `jit`, XLA decides about copies.
-        if not is_traced(state, items, others):
-            warn_of_copies(buffer, state, 7)
-        after = steps.write(buffer, state, copy_arrays(items), *others)
-    else:
+    traced = is_traced(state, items, others)
+    # Inside `jit`, XLA decides about copies. A storage on the host may have some items on a device.
+    copies = not on_host(buffer) or (buffer.storage.assembles and not donate)
+    if copies and not traced:
+        warn_of_copies(buffer, state, 7)
+    after = None
+    if on_host(buffer) and not traced:
         after = host_calls.write(buffer, state, items, others, donate, objects)
-        if after is None:
-            after = steps.write(buffer, state, items, *others)
+    if after is None:
+        after = steps.write(buffer, state, copy_arrays(items), *others)
     if debugging.OBSERVERS:
         debugging.notify("add", buffer, state, after, items=items)
     return after
@@ -157,15 +157,8 @@ def fill(
     check_state(buffer, state)
     with lengths_of(buffer).pad_arguments(state, items, mask, cuts) as (items, mask, cuts):
         if on_host(buffer):
-            return write(buffer, state, items, mask, cuts)
+            return host_calls.write(buffer, state, items, (mask, cuts, None))
         return steps.write_in_place(buffer, state, copy_arrays(items), mask, cuts)
-
-
-def expire(buffer: Buffer, state: BufferState, spec: Item, num_rows: jax.Array | np.ndarray) -> Any:
-    """Removes the oldest `num_rows` rows, `[]` or `[E]`, from a state without items."""
-    row = (1, buffer.ring.envs)
-    blanks = jax.tree.map(lambda leaf: jnp.zeros((*row, *leaf.shape), leaf.dtype), spec)
-    return steps.expire(buffer, state, blanks, jnp.asarray(num_rows, jnp.int32))
 
 
 # Draws.
@@ -316,7 +309,7 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
             )
     if is_one_step(buffer, state, indices):
         return steps.take(buffer, state, indices)
-    return host_calls.take(buffer, state, np.asarray(indices))
+    return state.storage.rows.take(state.storage.version, indices)
 
 
 # Methods that leave items alone: outside `jit`, the items are not passed to the compiled step.
@@ -394,18 +387,13 @@ def empty(buffer: Buffer, state: BufferState) -> Any:
     return after.replace(storage=storage)
 
 
-@dataclasses.dataclass(frozen=True)
-class Wait:
-    """Makes later writes to a state wait for a sample's reads. Outside `jit` all writes do so.
-
-    Attributes:
-        buffer: the description that the state and the sample belong to.
-    """
-
-    buffer: Buffer
-
-    def __call__(self, state: BufferState, sample: Sample) -> BufferState:
-        return steps.wait(self.buffer, state, sample) if is_traced(state, sample) else state
+@kept_by_description
+def wait_method(buffer: Buffer) -> Callable[[BufferState, Sample], BufferState]:
+    """Returns a method that makes later writes to a state wait for the reads of a sample."""
+    # Outside `jit`, all writes do so.
+    return lambda state, sample: (
+        steps.wait(buffer, state, sample) if is_traced(state, sample) else state
+    )
 
 
 # Edits.
@@ -430,7 +418,7 @@ def edit(
             where = _without_data(where)
         return editing.edit(buffer, state, where, copy_arrays(values))
     where = jnp.arange(buffer.capacity, dtype=jnp.int32) if where is None else _without_data(where)
-    return host_calls.edit(buffer, state, where, values, objects)
+    return host_calls.edit(buffer, state, [(where, values if objects is None else objects)])
 
 
 @explained
@@ -443,4 +431,5 @@ def rewrite(
         if not is_traced(state):
             warn_of_copies(buffer, state)
         return editing.rewrite(buffer, state, function, batch_size)
-    return host_calls.rewrite(buffer, state, function, batch_size)
+    batches = host_calls.compute_batches(buffer, state, function, batch_size)
+    return host_calls.edit(buffer, state, batches)

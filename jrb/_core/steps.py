@@ -24,6 +24,7 @@ from jrb.types import (
     Context,
     Draw,
     DrawCounts,
+    HostState,
     IncomingPriorities,
     Item,
     OrderedSampler,
@@ -147,14 +148,16 @@ def _write_row_by_row(buffer: Buffer, state: BufferState, *arguments: Any) -> Bu
 
     def write_row(state: BufferState, row: tuple) -> tuple[BufferState, Any]:
         after = write(buffer, state, *jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), row))
-        storage, slots = buffer.storage.without_plan(after.storage)
-        return after.replace(storage=storage), slots
+        if not isinstance(after.storage, HostState):
+            return after, None
+        # Slots that the host has still to write.
+        return after.replace(storage=after.storage.replace(planned=None)), after.storage.planned
 
     after, slots = lax.scan(write_row, state, arguments)
     if slots is not None:
-        # A storage on the host writes all rows later. Some may have the slot of an earlier row.
+        # The host writes all rows later. Some may have the slot of an earlier row.
         slots = slots.reshape(-1, slots.shape[-1])
-        after = after.replace(storage=buffer.storage.with_plan(after.storage, slots))
+        after = after.replace(storage=after.storage.replace(planned=slots))
     return after
 
 
@@ -186,24 +189,6 @@ def _update_sampler(
     anchors = buffer.unit.anchors(context, state.unit)
     sampler = buffer.sampler.on_write(buffer.ring, state.sampler, change, anchors)
     return state.replace(sampler=sampler)
-
-
-@by_description()
-def expire(buffer: Buffer, state: BufferState, items: Item, num_rows: jax.Array) -> BufferState:
-    """Removes the oldest rows.
-
-    Args:
-        buffer: the description.
-        state: its state; the items are not read.
-        items: a dummy row, leaves `[1, E, ...]`; it is not written.
-        num_rows: int32 `[]`, the rows to remove; `[E]` if each environment has its own clock.
-    """
-    ring, context = buffer.ring, context_of(buffer, state.writer)
-    # The plan of a masked row writes nothing; the number of rows to remove is put into it.
-    writer, plan = buffer.writer.plan(ring, state.writer, items, jnp.zeros(1, jnp.bool_))
-    plan = dataclasses.replace(plan, expired=num_rows, bounded=False)
-    writer = buffer.writer.evict_oldest(ring, writer, num_rows)
-    return _update_index(buffer, context, state, writer, plan, items)
 
 
 @by_description()

@@ -126,9 +126,7 @@ def for_device(buffer: Buffer, state: BufferState) -> Any:
     """Returns the state for compiled parts of methods, without rows on the host."""
     if not on_host(buffer):
         return state
-    storage = buffer.storage
-    view = storage.view(state.storage).without_rows()
-    return state.replace(storage=storage.with_view(state.storage, view))
+    return state.replace(storage=state.storage.without_rows())
 
 
 def check_kind(buffer: Buffer, state: BufferState) -> None:
@@ -141,7 +139,7 @@ def check_kind(buffer: Buffer, state: BufferState) -> None:
         )
     storage, items = buffer.storage, state.storage
     if on_host(buffer):
-        is_its_kind = isinstance(items, storage.state_type)
+        is_its_kind = type(items) is storage.state_type
     else:
         is_its_kind = not isinstance(items, HostState)
     if not is_its_kind:

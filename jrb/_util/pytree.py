@@ -204,8 +204,10 @@ class State:
         return state
 
 
-class HostState:
+class HostState(State):
     """The base class of the states of storages on the host."""
+
+    planned: Any = None  # the slots that the host will write, after a compiled plan of a write
 
     @property
     def host_bytes(self) -> int:

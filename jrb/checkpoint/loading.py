@@ -27,7 +27,7 @@ from jrb.migrate import pieces
 from jrb.mix import Description, Mix
 from jrb.sharding import Sharded
 from jrb.state import Buffer, BufferState, Device
-from jrb.storages import DeviceStorage, host_rows
+from jrb.storages import DeviceStorage
 from jrb.storages.device import next_observation_rows, shared_leaves
 from jrb.storages.host_rows import bytes_of
 from jrb.storages.memmap import ITEMS, item_sources
@@ -255,7 +255,7 @@ def _load_objects(
                 f"{path}: items: expected {len(slots)} objects, got {len(objects)}. {_MEND}"
             )
     view = eager.init(buffer, {}, None).storage
-    return view.after(view.rows.edit(view.version, slots, list(objects)))
+    return view.with_rows(view.rows, view.rows.edit(view.version, slots, list(objects)))
 
 
 # The items of a buffer, in pieces.
@@ -366,15 +366,14 @@ def restore_items(
     `want` has the specs of the whole state, and is not used for items on the host.
     """
     if schema.is_on_host(buffer):
-        view = buffer.storage.view(eager.init(buffer, spec, None).storage)
-        host_rows, version = view.rows, view.version
+        host_rows, version = eager.init(buffer, spec, None).storage.rows, 0
         for slots, leaves in parts:
             # Rows that are not written read as zeros, and take no disk.
             if not all(is_zero(bytes_of(leaf, len(leaf))) for leaf in leaves):
                 raws = zip(leaves, host_rows.raw, strict=True)
                 words = [leaf.view(raw.dtype) for leaf, raw in raws]
                 version = host_rows.put(version, slots, *words)
-        return attach_rows(buffer, state, view.after(version))
+        return attach_rows(buffer, state, host_rows, version)
     # Arrays of items begin as zeros; all other arrays of the storage were saved, and are kept.
     blank = set(map(id, jax.tree.leaves(buffer.storage.slotted(want.storage))))
     own, raws = iter(jax.tree.leaves(state.storage)), jax.tree.map(casting.raw_spec, want.storage)
@@ -403,10 +402,10 @@ def restore_items(
     return state.replace(storage=storage)
 
 
-def attach_rows(buffer: Buffer, state: BufferState, view: Any) -> Any:
-    """Returns the state with `view`, rows on the host that are already written, as its items."""
+def attach_rows(buffer: Buffer, state: BufferState, rows: Any, version: int) -> Any:
+    """Returns the state with rows on the host that are already written as its items."""
     held = functools.partial(buffer.writer.held, buffer.ring, state.writer)
-    return state.replace(storage=buffer.storage.attach(buffer.ring, view, held))
+    return state.replace(storage=buffer.storage.attach(buffer.ring, rows, version, held))
 
 
 @by_description(donated=("storage",))
@@ -518,8 +517,8 @@ def _open_storage(
         run_all([functools.partial(array.read_block, block) for array, block in blocks])
     want, path = schema.blank(buffer, spec), checkpoint.path
     state = restore_arrays(path, checkpoint.kinds(), checkpoint.fill, want, device)
-    view = host_rows.view(buffer.storage.open_rows(checkpoint.store, buffer.capacity, spec))
-    state = attach_rows(buffer, state, view)
+    rows = buffer.storage.open_rows(checkpoint.store, buffer.capacity, spec)
+    state = attach_rows(buffer, state, rows, 0)
     return buffer, state if device is None else jax.device_put(state, device)
 
 

@@ -37,7 +37,6 @@ from jrb.checkpoint.schema import ItemReader, Snapshot
 from jrb.mix import AnyState, Mix
 from jrb.sharding import Sharded
 from jrb.state import BufferState
-from jrb.storages import host_rows
 from jrb.storages.host_rows import HostView, bytes_of
 from jrb.storages.memmap import StoreRows, item_sources
 from jrb.types import Item
@@ -114,7 +113,7 @@ def delay_writes(views: list[HostView]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for view in views:
             # Wait for the device before the turn is taken, which a callback of it may need.
-            version = np.asarray(view.version)
+            version = view.version
             # No write is under way while the save enters: it would keep the turn, and wait for it.
             with view.rows.turn:
                 stack.enter_context(view.rows.drawing())
@@ -131,7 +130,7 @@ def _sources_on_host(saved: Snapshot) -> dict[str, Source]:
     rows, sources = view.rows, {}
 
     def read(number: int, start: int, stop: int) -> np.ndarray:
-        leaf = rows.read_leaf(view.version, number, np.arange(start, stop))
+        leaf = rows.read(view.version, [np.arange(start, stop)], number)[0]
         return bytes_of(leaf, stop - start)
 
     for number, (name, source) in enumerate(item_sources(saved.spec, rows.capacity).items()):
@@ -351,7 +350,7 @@ class SaveJob:
                     "written as they are. Leave it out."
                 )
             form, slots = OBJECTS, schema.held_slots(buffer, saved.state.writer)
-            objects = saved.stored.rows.stored(saved.stored.version, slots)
+            (objects,) = saved.stored.rows.read(saved.stored.version, [slots])
             data = descriptions.pack_objects(slots, objects, buffer.capacity)
             self._add_arrays({OBJECT_ARRAY: np.frombuffer(data, np.uint8)}, prefix)
         elif out.encode is not None:
@@ -372,7 +371,7 @@ class SaveJob:
             )
         (view,) = saved.views
         self._own = cast(StoreRows, view.rows)
-        self._version = host_rows.number(view.version)
+        self._version = view.version
         self._add_arrays(saved.state)
         return schema.describe_state(STORE, saved) | {"form": None}
 

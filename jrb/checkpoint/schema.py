@@ -36,7 +36,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions
 from jrb.mix import Description
 from jrb.state import Buffer, BufferState
-from jrb.storages import DeviceStorage, HostArrays
+from jrb.storages import DeviceStorage
 from jrb.storages.host_rows import HostView
 from jrb.storages.memmap import StoreArrays
 from jrb.types import Item
@@ -136,7 +136,8 @@ def labels(state: Any) -> dict[str, str]:
 
 def is_on_host(buffer: Description) -> TypeGuard[Buffer]:
     """Returns True if a buffer keeps items of arrays on the host."""
-    return isinstance(buffer, ReplayBuffer) and isinstance(buffer.storage, HostArrays)
+    is_buffer = isinstance(buffer, ReplayBuffer)
+    return is_buffer and buffer.storage.is_on_host and not buffer.storage.of_objects
 
 
 def is_at(path: str, buffer: Description) -> bool:
@@ -187,7 +188,7 @@ class Snapshot:
     @property
     def views(self) -> list[HostView]:
         """The view of its rows on the host, in a list; empty if items are elsewhere."""
-        return [self.buffer.storage.view(self.stored)] if is_on_host(self.buffer) else []
+        return [self.stored] if is_on_host(self.buffer) else []
 
     def lies_at(self, path: str) -> bool:
         """Returns True if this state has its rows in the store at a path."""
@@ -267,7 +268,7 @@ class ItemReader:
     def _read_leaves(self, number: int, slots: np.ndarray) -> list[np.ndarray]:
         """Returns the leaves of the items at some slots of buffer `number`."""
         for view in self._saved.views:
-            return view.rows.take(view.version, [slots] * len(view.rows.raw))
+            return view.rows.read(view.version, [slots] * len(view.rows.raw))
         axes, state = len(self._saved.batch), self._state  # other threads may replace it
 
         def of_buffer(leaf: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jrb._core import steps
-from jrb._core.host_calls import put_rows
+from jrb._core.host_calls import write_rows
 from jrb._core.validate import for_device
 from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer
@@ -56,14 +56,6 @@ class OneStream(Storage):
         state, _ = self.inner.write(context, state, lane_plan, items)
         return state, plan
 
-    def without_plan(self, state: Any) -> Any:
-        """Returns the inner storage's state, and the slots that the host has still to write."""
-        return self.inner.without_plan(state)
-
-    def with_plan(self, state: Any, slots: Any) -> Any:
-        """Returns the inner storage's state with slots that the host has still to write."""
-        return self.inner.with_plan(state, slots)
-
     def read(self, context: Context, state: Any, where: SlotsForLeaf) -> Item:
         """Returns the items that the inner storage reads."""
         return self.inner.read(context, state, where)
@@ -92,8 +84,8 @@ def make_writer(buffer: ReplayBuffer, lanes: int) -> Callable[..., BufferState]:
         after = _plan(lane_buffer, half, np.int32(lane), items, *options)
         if any(hasattr(transform, "inverse") for transform in buffer.transforms):
             items = _to_stored(lane_buffer, items)
-        slots = storage.view(after.storage).planned
-        return put_rows(buffer, state, slots, items, lambda: after)
+        put = state.storage.rows.put_items
+        return write_rows(state, put, after.storage.planned, items, lambda: after)
 
     return write_on_host
 

@@ -2,14 +2,13 @@
 
 from jrb._util.public import PublicNames
 from jrb.storages.device import DeviceStorage
-from jrb.storages.host_rows import HostArrays, HostRows, HostStorage, PlainRows
+from jrb.storages.host_rows import HostRows, HostStorage, PlainRows
 from jrb.storages.memmap import MemmapStorage
 from jrb.storages.objects import ListStorage
 from jrb.storages.spill import SpillStorage
 
 __all__ = [
     "DeviceStorage",
-    "HostArrays",
     "HostRows",
     "HostStorage",
     "ListStorage",

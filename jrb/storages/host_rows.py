@@ -1,10 +1,18 @@
-"""The base classes of storages of arrays on the host, outside and inside jitted code."""
+"""The base classes of storages on the host: their rows, their states, and the stages of a method.
+
+Each method has three stages: a compiled plan of the slots, the reads and writes of the host, and
+the compiled rest. Inside `jit`, the host is called back. Outside, `jrb._core.host_calls` calls it
+in between, and the compiled parts get states with the outline of the rows in their place: writes
+then only plan their slots, and reads take what was fetched.
+
+The number of the write that made a state is its *version*, an int; later writes have larger ones.
+"""
 
 import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
 
@@ -22,39 +30,12 @@ from jrb.state import Device
 from jrb.types import Context, HostState, Item, SlotsForLeaf, Storage, WritePlan
 from jrb.types.messages import PartState
 
-Version = Any
-"""A number that grows with each write: uint32 `[2]` of JAX or NumPy, its high and low word."""
-
-VERSION = jax.ShapeDtypeStruct((2,), jnp.uint32)
-
-_SMALL = 1 << 17  # of fewer bytes, another copy takes no time that matters
+# The version in a state: two words, as JAX has no uint64 unless x64 is on; 32 bits would wrap after
+# 4e9 writes.
+WORDS = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class UniqueSlots:
-    """The positions at which leaves are read, stored once for leaves that share their slots.
-
-    Attributes:
-        values: the result of `locate` for each distinct array of slots.
-        index: for each leaf, the index of its entry in `values`.
-    """
-
-    values: list[Any]
-    index: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, slots: list[jax.Array], locate: Callable[[jax.Array], Any]) -> Self:
-        """Calls `locate` once for each distinct array in `slots`, which has one array per leaf."""
-        unique = {id(array): array for array in slots}
-        numbers = {key: number for number, key in enumerate(unique)}
-        index = tuple(numbers[id(array)] for array in slots)
-        return cls([locate(array) for array in unique.values()], index)
-
-    def each(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Returns `function(value)` for each leaf, with one call per distinct value."""
-        results = [function(value) for value in self.values]
-        return [results[number] for number in self.index]
+# Rows.
 
 
 class RowsSpec:
@@ -91,8 +72,6 @@ class RowsSpec:
 class HostRows(RowsSpec, abc.ABC):
     """The rows of one buffer, which all its states share.
 
-    Each write makes a new version, uint32 `[2]`, which belongs to the state that the write returns.
-
     Attributes:
         outline: the shape of these rows.
         path: the folder that these rows are in, to which a save is a commit; None if there is none.
@@ -121,13 +100,7 @@ class HostRows(RowsSpec, abc.ABC):
         )
 
     @abc.abstractmethod
-    def put(
-        self,
-        version: Version,
-        slots: np.ndarray,
-        *leaves: Any,
-        patient: bool = False,
-    ) -> np.ndarray:
+    def put(self, version: int, slots: np.ndarray, *leaves: Any, patient: bool = False) -> int:
         """Writes all leaves, `[T, E, ...]`, at slots `[T, E]`, and returns the next version.
 
         Args:
@@ -138,18 +111,15 @@ class HostRows(RowsSpec, abc.ABC):
         """
 
     @abc.abstractmethod
-    def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
-        """Returns leaf number `leaf` at slots `[B]` as bytes, uint8 `[B, width]`, never a view.
+    def read(self, version: int, slots: Sequence[np.ndarray], first: int = 0) -> list[Any]:
+        """Returns the leaves from number `first` on, each at its own slots, never views.
 
-        Raises `StaleError` if a row there was overwritten after this version.
+        The leaf at slots of shape S has the shape `[*S, ...]` and the dtype in `raw`. Raises
+        `StaleError` if a row there was overwritten after this version.
         """
 
-    def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
-        """Returns each leaf at its own slots, as `read_leaf` does."""
-        return [self.read_leaf(version, leaf, at) for leaf, at in enumerate(slots)]
-
     @abc.abstractmethod
-    def check_newest(self, version: Version) -> None:
+    def check_newest(self, version: int) -> None:
         """Raises `StaleError` unless `version` is the newest."""
 
     @property
@@ -164,15 +134,15 @@ class HostRows(RowsSpec, abc.ABC):
         """
         return contextlib.nullcontext()
 
-    def writing(self, version: Version) -> AbstractContextManager[None]:
+    def writing(self, version: int) -> AbstractContextManager[None]:
         """Returns a context for a write; if interrupted, `version` is the newest again."""
         return contextlib.nullcontext()
 
-    def put_items(self, version: Version, slots: np.ndarray, items: Item) -> np.ndarray:
+    def put_items(self, version: int, slots: np.ndarray, items: Item) -> int:
         """Writes items, leaves `[T, E, ...]` or `[T, ...]`, once draws under way are over."""
         return self.put(version, slots, *map(casting.raw, jax.tree.leaves(items)), patient=True)
 
-    def edit(self, version: Version, slots: np.ndarray, values: Any) -> np.ndarray:
+    def edit(self, version: int, slots: np.ndarray, values: Any) -> int:
         """Writes leaves `[B, ...]`, by name, at slots `[B]`, and returns the next version.
 
         If a slot occurs twice, its last values count.
@@ -181,43 +151,17 @@ class HostRows(RowsSpec, abc.ABC):
         flat, which = _distinct(slots, self.capacity)
         at = flat[which]
         # A put writes whole rows: read all leaves, change some, and write all again.
-        rows = self.take(version, [at] * len(self.names))
+        rows = self.read(version, [at] * len(self.names))
         for name, leaf in values.items():
             number = self.names.index(name)
             leaf = np.asarray(casting.raw(leaf))
             rows[number] = leaf.reshape(len(flat), *self.raw[number].shape)[which]
         return self.put(version, at, *rows, patient=True)
 
-    def take(self, version: Version, slots: list[Any]) -> list[np.ndarray]:
-        """Returns each leaf at its own array of slots, of any shape."""
-        rows = self.read(version, [np.asarray(at).reshape(-1) for at in slots])
-        return [
-            row_bytes.view(spec.dtype).reshape((*np.shape(at), *spec.shape))
-            for row_bytes, spec, at in zip(rows, self.raw, slots, strict=True)
-        ]
-
-    def to_device(self, fetched: Any, device: Device) -> Any:
-        """Returns arrays of NumPy as arguments of a compiled function on a device.
-
-        None stands for the default one.
-        """
-        # Small arrays get to the default device five times as fast as arguments of the function,
-        # which copies large ones.
-        if device is None and all(leaf.nbytes < _SMALL for leaf in jax.tree.leaves(fetched)):
-            return fetched
-        return jax.device_put(fetched, device)
-
-    def fetch(
-        self, version: Version, slots: Any, device: Device = None, is_draw: bool = False
-    ) -> Any:
-        """Returns the items at slots of any shape, on a device; None for the default one."""
-        leaves = self.take(version, [np.asarray(slots)] * len(self.names))
-        arguments = self.to_device(leaves, device) if is_draw else jax.device_put(leaves, device)
-        # Compiled for each shape, of which draws have few.
-        return (_make_items if arguments is leaves else RowsSpec.items)(self.outline, arguments)
-
-
-_make_items = jax.jit(RowsSpec.items, static_argnums=0)
+    def take(self, version: int, slots: Any) -> Any:
+        """Returns the items at slots of any shape, on the default device."""
+        leaves = self.read(version, [np.asarray(slots)] * len(self.names))
+        return self.items(jax.device_put(leaves))
 
 
 def _distinct(slots: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -234,8 +178,11 @@ def _distinct(slots: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]
 class PlainRows(HostRows):
     """Rows that a subclass keeps anywhere, by its methods `write_rows` and `read_rows`.
 
-    The number of each slot's last write is stored, to refuse reads of newer rows by old states.
+    The version of each slot's last write is stored, to refuse reads of newer rows by old states.
     """
+
+    _owner: ClassVar[str] = ""
+    _content: ClassVar[str] = "rows"
 
     def __init__(self, capacity: int, spec: Item) -> None:
         super().__init__(capacity, spec)
@@ -246,16 +193,10 @@ class PlainRows(HostRows):
         """Writes leaves `[B, ...]`, of the specs in `raw`, at distinct slots, int64 `[B]`."""
 
     @abc.abstractmethod
-    def read_rows(self, leaf: int, slots: np.ndarray) -> np.ndarray:
+    def read_rows(self, leaf: int, slots: np.ndarray) -> Any:
         """Returns leaf number `leaf` at slots, integers `[B]`, in any order and repeated."""
 
-    def put(
-        self,
-        version: Version,
-        slots: np.ndarray,
-        *leaves: Any,
-        patient: bool = False,
-    ) -> np.ndarray:
+    def put(self, version: int, slots: np.ndarray, *leaves: Any, patient: bool = False) -> int:
         """See `HostRows.put`; of several rows for one slot, the last is written."""
         self.check_newest(version)
         flat, which = _distinct(slots, self.capacity)
@@ -263,45 +204,64 @@ class PlainRows(HostRows):
             np.asarray(leaf).reshape(len(flat), *spec.shape)[which]
             for leaf, spec in zip(leaves, self.raw, strict=True)
         ]
-        # Set before the rows are written: if that fails, readers see that they may have changed.
+        # Set before the rows are written: if that fails, or while another thread reads, readers see
+        # that rows may have changed.
         self._newest += 1
         self._written[flat[which]] = self._newest
         self.write_rows(flat[which], rows)
-        return words(self._newest)
+        return self._newest
 
-    def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
-        """See `HostRows.read_leaf`."""
-        # A row that was written after the reader's version holds another item by now.
-        if (self._written[slots] > number(version)).any():
-            raise _stale("whose rows are still there, got one of which something was overwritten")
-        # A copy: a subclass may return a view of rows that it overwrites later.
-        return bytes_of(np.array(self.read_rows(leaf, slots)), len(slots))
+    def read(self, version: int, slots: Sequence[np.ndarray], first: int = 0) -> list[np.ndarray]:
+        """See `HostRows.read`."""
+        leaves = []
+        for number, at in enumerate(slots, first):
+            spec = self.raw[number]
+            # A copy: a subclass may return a view of rows that it overwrites later.
+            rows = np.array(self.read_rows(number, at.reshape(-1)))
+            leaves.append(rows.view(spec.dtype).reshape(*at.shape, *spec.shape))
+        if version != self._newest and any((self._written[at] > version).any() for at in slots):
+            raise StaleError(
+                f"{self._owner}expected a state whose {self._content} are still there, got one of "
+                "which something was overwritten since. Draw from the state that the last write "
+                "returned."
+            )
+        return leaves
 
-    def check_newest(self, version: Version) -> None:
+    def check_newest(self, version: int) -> None:
         """See `HostRows.check_newest`."""
-        if number(version) != self._newest:
-            raise _stale("that is the newest, got one that has been written to before")
+        if version != self._newest:
+            raise StaleError(
+                f"{self._owner}expected the newest state, got one that has been written to before. "
+                f"States share their {self._content}: go on with the state that the last write "
+                "returned."
+            )
 
 
-def _stale(text: str) -> StaleError:
-    return StaleError(
-        f"expected a state {text}. States share their rows: go on with the state that the last "
-        "write returned."
-    )
+def bytes_of(leaf: np.ndarray, count: int) -> np.ndarray:
+    """Returns rows as bytes, uint8 `[B, width]`."""
+    if not leaf.size:
+        return np.zeros((count, 0), np.uint8)
+    return np.ascontiguousarray(leaf).reshape(count, -1).view(np.uint8)
 
 
-class HostView(pytree.State, HostState):
-    """The part of a state that refers to rows on the host.
+# States.
+
+
+class HostView(HostState):
+    """The state of a storage on the host; its rows are those of all states of the buffer.
 
     In compiled parts of a method outside `jit`, it has the outline of the rows in their place.
     """
 
-    # uint32 [2], high and low word of a number that later writes do not make smaller; None in
-    # compiled parts.
-    version: jax.Array | None = pytree.cursor()
-    rows: Any = pytree.static(default=None)  # shared by all states of the buffer
-    planned: Any = None  # the slots that the host will write, after a compiled plan of a write
+    # The high and the low word of the version, uint32 [2]; None in compiled parts.
+    words: jax.Array | None = pytree.cursor()
+    rows: Any = pytree.static(default=None)
     fetched: Any = None  # the rows that the host has read, before the compiled rest of a read
+
+    @property
+    def version(self) -> int:
+        """The version of the state, outside `jit`; waits for the device."""
+        return _number(self.words)
 
     @property
     def capacity(self) -> int:
@@ -313,75 +273,65 @@ class HostView(pytree.State, HostState):
         """The number of bytes of all rows, on the disk or in memory of the host."""
         return self.rows.capacity * pytree.nbytes(self.rows.spec)
 
-    def after(self, version: Version) -> Self:
-        """Returns the view of the state after a write."""
-        return self.replace(version=_on_device(version))
+    def with_rows(self, rows: HostRows, version: int) -> Self:
+        """Returns the state of these rows after a write, from that of compiled parts."""
+        words = _on_device(_words(version))
+        return self.replace(words=words, rows=rows, planned=None, fetched=None)
 
-    def without_rows(self, fetched: Any = None) -> Self:
-        """Returns the view for compiled parts, with rows that were fetched."""
-        return self.replace(version=None, rows=self.rows.outline, fetched=fetched)
+    def without_rows(self) -> Self:
+        """Returns the state for compiled parts."""
+        return self.replace(words=None, rows=self.rows.outline)
 
     def put(self, slots: jax.Array, items: Item) -> Self:
-        """Writes items, leaves `[T, E, ...]`, at slots `[T, E]`."""
-        if self.version is None:
-            return self.replace(planned=slots)
-        leaves = [lax.stop_gradient(casting.raw(leaf)) for leaf in jax.tree.leaves(items)]
-        return self.after(call(self.rows.put, VERSION, self.version, slots, *leaves))
+        """Writes items, leaves `[T, E, ...]`, at slots `[T, E]`, or plans to."""
+        return self._write(lambda rows, *args: rows.put(*args), slots, jax.tree.leaves(items))
 
     def edit(self, slots: jax.Array, values: dict[str, jax.Array]) -> Self:
-        """Writes some leaves `[B, ...]`, by name, at slots `[B]`."""
-        if self.version is None:
-            return self.replace(planned=slots)
-        edit, names = self.rows.edit, tuple(values)
-        edit_leaves = lambda version, slots, *leaves: edit(
+        """Writes some leaves `[B, ...]`, by name, at slots `[B]`, or plans to."""
+        names = tuple(values)
+        edit = lambda rows, version, slots, *leaves: rows.edit(
             version, slots, dict(zip(names, leaves, strict=True))
         )
-        leaves = [lax.stop_gradient(casting.raw(leaf)) for leaf in values.values()]
-        return self.after(call(edit_leaves, VERSION, self.version, slots, *leaves))
+        return self._write(edit, slots, list(values.values()))
+
+    def _write(self, write: Callable[..., int], slots: jax.Array, leaves: list[jax.Array]) -> Self:
+        """Calls `write(rows, version, slots, *leaves)`, which returns the next version."""
+        if self.words is None:
+            return self.replace(planned=slots)
+        raws = [lax.stop_gradient(casting.raw(leaf)) for leaf in leaves]
+        return self.replace(
+            words=self.call(lambda *args: _words(write(*args)), WORDS, slots, *raws)
+        )
+
+    def call(self, function: Callable[..., Any], shapes: Any, *arguments: jax.Array) -> Any:
+        """Calls `function(rows, version, *arrays)` on the host from jitted code, in order."""
+        rows = self.rows
+        run = lambda words, *arrays: function(rows, _number(words), *arrays)
+        return callbacks.call_on_host(run, shapes, *map(_refuse_vmap, (self.words, *arguments)))
 
 
-@functools.partial(jax.jit, inline=True)
-def _on_device(version: Version) -> jax.Array:
-    """Returns its argument as an array of JAX, in a fifth of the time of `jnp.asarray`."""
-    return version
-
-
-def view(rows: HostRows, version: int = 0) -> HostView:
-    """Returns the view of `rows` for the state whose version has this number."""
-    return HostView(version=jnp.asarray(words(version)), rows=rows)
-
-
-def number(version: Version) -> int:
-    """Returns the number of a version, from its words."""
-    high, low = np.asarray(version).tolist()
+def _number(words: Any) -> int:
+    high, low = np.asarray(words).tolist()
     return high << 32 | low
 
 
-def words(version: int) -> np.ndarray:
-    """Returns the words of a number, uint32 `[2]`."""
-    # Two words, as JAX has no uint64 unless x64 is on; 32 bits would wrap after 4e9 writes.
+def _words(version: int) -> np.ndarray:
     return np.array([version >> 32, version & 0xFFFFFFFF], np.uint32)
 
 
-def bytes_of(leaf: np.ndarray, count: int) -> np.ndarray:
-    """Returns rows as bytes, uint8 `[B, width]`."""
-    if not leaf.size:
-        return np.zeros((count, 0), np.uint8)
-    return np.ascontiguousarray(leaf).reshape(count, -1).view(np.uint8)
-
-
-def call(function: Callable[..., Any], shapes: Any, *args: Any) -> Any:
-    """Calls a function of NumPy arrays from jitted code, in order; `TypeError` under `vmap`."""
-    return callbacks.call_on_host(function, shapes, *map(_single, args))
+@functools.partial(jax.jit, inline=True)
+def _on_device(array: np.ndarray) -> jax.Array:
+    """Returns its argument as an array of JAX, in a fifth of the time of `jnp.asarray`."""
+    return array  # pyright: ignore[reportReturnType]: `jit` returns arrays of JAX
 
 
 # JAX's own error for an ordered callback under `vmap` does not say what to do instead.
 @jax.custom_batching.custom_vmap
-def _single(argument: jax.Array) -> jax.Array:
+def _refuse_vmap(argument: jax.Array) -> jax.Array:
     return argument
 
 
-@_single.def_vmap
+@_refuse_vmap.def_vmap
 def _refuse(size: int, batched: Any, argument: jax.Array) -> Any:
     raise TypeError(
         f"vmap: expected a storage on the device, got one on the host for {size} buffers or draws "
@@ -390,14 +340,37 @@ def _refuse(size: int, batched: Any, argument: jax.Array) -> Any:
     )
 
 
-class HostStorage(Storage):
-    """A storage whose items are on the host, in rows that the method `make_rows` makes.
+# Storages.
 
-    Each method has three stages: a compiled plan of the slots, the reads and writes of the host,
-    and the compiled rest. Inside `jit`, the host is called back by the methods of `HostView`.
-    Outside, the compiled parts get states with a `RowsSpec` in place of the rows: writes then only
-    plan their slots, reads take what was fetched, and `jrb._core.host_calls` calls the host in
-    between.
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UniqueSlots:
+    """The slots at which the host reads leaves, stored once for leaves that share their slots.
+
+    Attributes:
+        arrays: the distinct arrays of slots.
+        index: for each leaf, the number of its entry in `arrays`.
+    """
+
+    arrays: Sequence[Any]
+    index: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, names: Sequence[str], where: SlotsForLeaf) -> Self:
+        """Finds the distinct arrays among `where(name)` for all leaves."""
+        slots = list(map(where, names))
+        unique = {id(array): array for array in slots}
+        numbers = {key: number for number, key in enumerate(unique)}
+        return cls(list(unique.values()), tuple(numbers[id(array)] for array in slots))
+
+    def per_leaf(self, values: Sequence[Any]) -> list[Any]:
+        """Returns a value for each leaf, from a value for each entry of `arrays`."""
+        return [values[number] for number in self.index]
+
+
+class HostStorage(Storage):
+    """A storage on the host, in rows that the method `make_rows` makes.
 
     Attributes:
         state_type: the class of the storage's states.
@@ -418,40 +391,33 @@ class HostStorage(Storage):
             is_chronological: True if rows will be written in the order of time.
         """
 
-    def view(self, state: PartState) -> HostView:
-        """Returns the part of a state that refers to rows on the host."""
-        return state
-
-    def with_view(self, state: PartState, view: HostView) -> Any:
-        """Returns the state with another view."""
-        return view
+    def elsewhere(self) -> Self:
+        """Returns a storage for other rows, which must not be at the path of these."""
+        return self
 
     def init(self, context: Context, spec: Item) -> Any:
         """Returns the state of compiled parts; `jrb._core.eager.init` gives it rows."""
-        return HostView(version=None, rows=RowsSpec(context.ring.capacity, spec))
+        return self.state_type(words=None, rows=RowsSpec(context.ring.capacity, spec))
 
-    def without_plan(self, state: PartState) -> tuple[Any, jax.Array | None]:
-        """Returns the state, and the slots that the host has still to write."""
-        view = self.view(state)
-        return self.with_view(state, view.replace(planned=None)), view.planned
-
-    def with_plan(self, state: PartState, slots: jax.Array) -> Any:
-        """Returns the state with slots that the host has still to write."""
-        return self.with_view(state, self.view(state).replace(planned=slots))
+    def attach(
+        self, ring: Ring, rows: HostRows, version: int, held: Callable[[], Occupancy]
+    ) -> Any:
+        """Returns the state of existing rows; `held()` returns the slots that hold items."""
+        return self.state_type(words=_on_device(_words(version)), rows=rows)
 
     def spec(self, state: PartState) -> Item:
         """Returns the spec of an item."""
-        return self.view(state).rows.spec
+        return state.rows.spec
 
     def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> dict[str, int]:
         """Returns the bytes of the rows, in memory of the host, and of the version."""
-        return {"host": ring.capacity * pytree.nbytes(spec), "device": pytree.nbytes(VERSION)}
+        return {"host": ring.capacity * pytree.nbytes(spec), "device": pytree.nbytes(WORDS)}
 
     def write(
         self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
         """Writes rows to the host, or plans to."""
-        return self.with_view(state, self.view(state).put(plan.slots, items)), plan
+        return state.put(plan.slots, items), plan
 
     def edit(
         self,
@@ -462,61 +428,62 @@ class HostStorage(Storage):
     ) -> Any:
         """Edits rows on the host, or plans to."""
         slots = jnp.arange(context.ring.capacity, dtype=jnp.int32) if slots is None else slots
-        return self.with_view(state, self.view(state).edit(slots, values))
-
-    def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
-        """Reads items by a callback to the host, or makes them of what was fetched."""
-        view, located = self.view(state), self.locate(context, state, where)
-        fetched = view.fetched
-        if fetched is None:
-            arrays, structure = jax.tree.flatten(located)
-            fetch = lambda version, *arrays: self.fetch(
-                view.replace(version=version), jax.tree.unflatten(structure, arrays), is_static=True
-            )
-            shapes = self.fetched_shapes(view.rows, located)
-            fetched = call(fetch, shapes, view.version, *arrays)
-        return self.assemble(context, state, located, fetched)
-
-    # The stages of a read.
-
-    def locate(self, context: Context, state: PartState, where: SlotsForLeaf) -> UniqueSlots:
-        """Returns the slots at which the host reads the leaves: compiled."""
-        return UniqueSlots.of(list(map(where, self.view(state).rows.names)), lambda slots: slots)
-
-    def fetch(self, view: HostView, located: Any, is_static: bool = False) -> Any:
-        """Returns the rows at located slots, arrays of NumPy.
-
-        With `is_static`, they have the shapes of `fetched_shapes`.
-        """
-        return view.rows.take(view.version, located.each(np.asarray))
-
-    def fetched_shapes(self, rows: RowsSpec, located: Any) -> Any:
-        """Returns the shapes of what `fetch` returns, inside `jit`."""
-        return [
-            jax.ShapeDtypeStruct((*at.shape, *spec.shape), spec.dtype)
-            for at, spec in zip(located.each(lambda at: at), rows.raw, strict=True)
-        ]
-
-    def assemble(self, context: Context, state: PartState, located: Any, fetched: Any) -> Item:
-        """Returns the items made of rows that were fetched: compiled."""
-        return self.view(state).rows.items(fetched)
-
-    def collate_items(self, data: Any, mask: jax.Array) -> Any:
-        """Returns the data of a sample of single items, outside `jit`."""
-        return data
+        return state.edit(slots, values)
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Returns the state of the same rows, whose values are not read again."""
         return dependencies.delay_writes_until(state, token)
 
+    def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
+        """Reads items by a callback to the host, or makes them of what was fetched."""
+        fetched = state.fetched
+        if fetched is None:
+            located = self.locate(context, state, where)
+            index, shapes = located.index, self.fetched_shapes(state.rows, located)
+            fetch = lambda rows, version, *arrays: self.fetch(
+                rows, version, UniqueSlots(arrays, index), is_static=True
+            )
+            fetched = state.call(fetch, shapes, *located.arrays)
+        return self.assemble(context, state, where, fetched)
 
-class HostArrays(HostStorage):
-    """A storage of arrays on the host, in rows that the method `make_rows` makes."""
+    # The stages of a read.
 
-    def elsewhere(self) -> Self:
-        """Returns a storage for other rows, which must not be at the path of these."""
-        return self
+    def locate(self, context: Context, state: PartState, where: SlotsForLeaf) -> UniqueSlots:
+        """Returns the slots at which the host reads the leaves: compiled."""
+        return UniqueSlots.of(state.rows.names, where)
 
-    def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> Any:
-        """Returns the state of existing rows; `held()` returns the slots that hold items."""
-        return view
+    def fetch(
+        self, rows: HostRows, version: int, located: UniqueSlots, is_static: bool = False
+    ) -> Any:
+        """Returns the rows at located slots, arrays of NumPy.
+
+        With `is_static`, they have the shapes of `fetched_shapes`.
+        """
+        return rows.read(version, located.per_leaf(list(map(np.asarray, located.arrays))))
+
+    def fetched_shapes(self, rows: RowsSpec, located: UniqueSlots) -> Any:
+        """Returns the shapes of what `fetch` returns, inside `jit`."""
+        return [
+            jax.ShapeDtypeStruct((*at.shape, *spec.shape), spec.dtype)
+            for at, spec in zip(located.per_leaf(located.arrays), rows.raw, strict=True)
+        ]
+
+    def assemble(
+        self, context: Context, state: PartState, where: SlotsForLeaf, fetched: Any
+    ) -> Item:
+        """Returns the items made of rows that were fetched: compiled."""
+        return state.rows.items(fetched)
+
+    def sample_items(
+        self, state: PartState, slots: jax.Array, mask: jax.Array, device: Device
+    ) -> Any:
+        """Returns the data of a sample of single items, outside `jit`."""
+        rows = state.rows
+        leaves = rows.read(state.version, [np.asarray(slots)] * len(rows.names))
+        arguments = callbacks.to_device(leaves, device)
+        # Compiled for each shape, of which draws have few.
+        make_items = _make_items if arguments is leaves else RowsSpec.items
+        return make_items(rows.outline, arguments)
+
+
+_make_items = jax.jit(RowsSpec.items, static_argnums=0)

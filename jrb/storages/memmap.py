@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
 
@@ -18,7 +18,7 @@ from jrb._store.shared_rows import SharedRows
 from jrb._util import casting, checks, pytree
 from jrb.ring import Ring
 from jrb.storages import host_rows
-from jrb.storages.host_rows import HostArrays, HostRows, Version
+from jrb.storages.host_rows import HostRows, HostStorage
 from jrb.types import Item
 
 ITEMS = "items/"
@@ -42,45 +42,44 @@ class StoreRows(HostRows):
         """See `HostRows.reach`."""
         return self.shared.reach
 
-    def put(
-        self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
-    ) -> np.ndarray:
+    def put(self, version: int, slots: np.ndarray, *leaves: Any, patient: bool = False) -> int:
         """See `HostRows.put`."""
         at = np.asarray(slots).reshape(-1)
         rows = [host_rows.bytes_of(np.asarray(leaf), len(at)) for leaf in leaves]
         is_kept = at < self.capacity
         if not is_kept.all():
             at, rows = at[is_kept], [leaf[is_kept] for leaf in rows]
-        return host_rows.words(self.shared.write_rows(host_rows.number(version), at, rows, patient))
+        return self.shared.write_rows(version, at, rows, patient)
 
-    def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
+    def read(self, version: int, slots: Sequence[np.ndarray], first: int = 0) -> list[np.ndarray]:
         """See `HostRows.read`."""
-        return self.shared.read_rows(host_rows.number(version), slots)
+        # Leaves that share their slots still do so when these are flat.
+        flat = {id(at): at.reshape(-1) for at in slots}
+        leaves = self.shared.read_rows(version, [flat[id(at)] for at in slots], first)
+        return [
+            leaf.view(spec.dtype).reshape(*at.shape, *spec.shape)
+            for leaf, spec, at in zip(leaves, self.raw[first:], slots, strict=False)
+        ]
 
-    def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
-        """See `HostRows.read_leaf`."""
-        return self.shared.read_rows(host_rows.number(version), [slots], leaf)[0]
-
-    def check_newest(self, version: Version) -> None:
+    def check_newest(self, version: int) -> None:
         """See `HostRows.check_newest`."""
-        self.shared.check_newest(host_rows.number(version))
+        self.shared.check_newest(version)
 
     def drawing(self) -> AbstractContextManager[None]:
         """See `HostRows.drawing`."""
         return self.shared.drawing.entered()
 
     @contextlib.contextmanager
-    def writing(self, version: Version) -> Iterator[None]:
+    def writing(self, version: int) -> Iterator[None]:
         """See `HostRows.writing`."""
-        before = host_rows.number(version)
-        is_newest = before == self.shared.version
+        is_newest = version == self.shared.version
         try:
             yield
         except StaleError:
             raise  # another was faster
         except BaseException:
             if is_newest:
-                self.shared.undo_last_write(before)
+                self.shared.undo_last_write(version)
             raise
 
 
@@ -95,7 +94,7 @@ def item_sources(spec: Item, capacity: int) -> dict[str, Source]:
     return sources
 
 
-class StoreArrays(HostArrays):
+class StoreArrays(HostStorage):
     """A storage whose rows are in the files of a store; see `MemmapStorage`."""
 
     path: str | os.PathLike[str] | None
@@ -159,7 +158,7 @@ class StoreArrays(HostArrays):
     def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> dict[str, int]:
         """Returns the bytes of the rows of a full ring, in whole blocks, and of the version."""
         size = self._file_bytes(item_sources(spec, ring.capacity))
-        return {"files": size, "device": pytree.nbytes(host_rows.VERSION)}
+        return {"files": size, "device": pytree.nbytes(host_rows.WORDS)}
 
 
 @pytree.component

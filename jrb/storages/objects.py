@@ -2,20 +2,18 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import transforming
-from jrb._store.files import StaleError
 from jrb._util import pytree
 from jrb.ring import Ring
 from jrb.state import Device
-from jrb.storages import host_rows
-from jrb.storages.host_rows import HostRows, HostStorage, HostView, RowsSpec, Version
-from jrb.types import Context, Item, SlotsForLeaf
+from jrb.storages.host_rows import HostStorage, HostView, PlainRows
+from jrb.types import Context, Item, SlotsForLeaf, WritePlan
+from jrb.types.messages import PartState
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, object})
 """The types whose objects cannot be changed; of a bare `object()`, only its identity counts."""
@@ -29,85 +27,46 @@ def object_refusal() -> TypeError:
     )
 
 
-class ObjectRows(HostRows):
-    """The objects of one buffer, which all its states share."""
+class ObjectRows(PlainRows):
+    """The objects of one buffer, which all its states share; each item is one leaf."""
+
+    _owner: ClassVar[str] = "ListStorage: "
+    _content: ClassVar[str] = "objects"
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, {})
+        self.raw: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct((), object)]
         self.objects: list[Any] = [None] * capacity
-        # The number of the write that stored each object, and the number of all writes.
-        self.written: np.ndarray = np.zeros(capacity, np.int64)
-        self.writes: int = 0
 
-    def check_newest(self, version: Version) -> None:
-        """See `HostRows.check_newest`."""
-        if host_rows.number(version) != self.writes:
-            raise StaleError(
-                "ListStorage: expected the newest state, got one that has been written to before. "
-                "States share their objects: go on with the state that the last write returned."
-            )
-
-    def put_items(self, version: Version, slots: np.ndarray, items: list[list[Any]]) -> np.ndarray:
-        """Stores rows of objects at slots `[T, E]`; slots of N or more are skipped."""
-        # Checked before anything is written, so that the newest state stays as it is.
-        self.check_newest(version)
-        objects = (item for row in items for item in row)
-        pairs = zip(np.asarray(slots).reshape(-1).tolist(), objects, strict=True)
-        copies = {slot: _copy_item(item) for slot, item in pairs if slot < self.capacity}
-        self.writes += 1
-        for slot, item in copies.items():
-            self.written[slot] = self.writes  # first: a thread that reads checks it last
+    def write_rows(self, slots: np.ndarray, leaves: list[np.ndarray]) -> None:
+        """See `PlainRows.write_rows`."""
+        for slot, item in zip(slots.tolist(), leaves[0], strict=True):
             self.objects[slot] = item
-        return host_rows.words(self.writes)
 
-    def edit(self, version: Version, slots: np.ndarray, values: list[Any]) -> np.ndarray:
+    def read_rows(self, leaf: int, slots: np.ndarray) -> np.ndarray:
+        """Returns the objects themselves, which must not be changed."""
+        return np.fromiter(map(self.objects.__getitem__, slots.tolist()), object, len(slots))
+
+    def put_items(self, version: int, slots: np.ndarray, items: list[list[Any]]) -> int:
+        """Stores rows of objects at slots `[T, E]`; slots of N or more are skipped."""
+        # Checked and copied before anything is written, so that the newest state stays as it is.
+        self.check_newest(version)
+        flat = np.asarray(slots).reshape(-1)
+        pairs = zip(flat.tolist(), (item for row in items for item in row), strict=True)
+        copies = (_copy_item(item) if slot < self.capacity else None for slot, item in pairs)
+        return self.put(version, flat, np.fromiter(copies, object, len(flat)))
+
+    def edit(self, version: int, slots: np.ndarray, values: list[Any]) -> int:
         """Stores other objects at slots `[B]`; slots of N or more are skipped."""
         return self.put_items(version, slots, [values])
 
-    def fetch(
-        self, version: Version, slots: Any, device: Device = None, is_draw: bool = False
-    ) -> list[Any]:
-        """Returns copies of the objects at slots of any shape."""
-        return list(map(_copy_item, self.stored(version, np.asarray(slots))))
-
-    def stored(self, version: Version, slots: np.ndarray) -> list[Any]:
-        """Returns the objects themselves at slots of any shape, which must not be changed."""
-        slots, newest = slots.reshape(-1), host_rows.number(version)
-        objects = list(map(self.objects.__getitem__, slots.tolist()))
-        # Checked after the objects were read, so that a write in between is noticed.
-        if self.writes > newest and (self.written[slots] > newest).any():
-            raise StaleError(
-                "ListStorage: expected a state whose objects are still there, got one of which "
-                "something was overwritten since. Draw from the state that the last write returned."
-            )
-        return objects
-
-    # Inside jit there are no objects.
-
-    def put(
-        self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
-    ) -> np.ndarray:
-        """Raises TypeError, as `jit` takes no objects."""
-        raise object_refusal()
-
-    def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
-        """Raises TypeError, as `jit` returns no objects."""
-        raise object_refusal()
+    def take(self, version: int, slots: Any) -> list[Any]:
+        """Returns copies of the objects at slots of any shape, in one list."""
+        return list(map(_copy_item, self.read(version, [np.asarray(slots).reshape(-1)])[0]))
 
 
 class ObjectsView(HostView):
     """The state of a `ListStorage`."""
-
-    @property
-    def host_bytes(self) -> int:
-        """0: the sizes of objects are not known."""
-        return 0
-
-    def put(self, slots: jax.Array, items: Item) -> Self:
-        """Plans a write; raises TypeError inside `jit`."""
-        if self.version is not None:
-            raise object_refusal()
-        return super().put(slots, items)
 
 
 @pytree.component
@@ -154,24 +113,32 @@ class ListStorage(HostStorage):
 
     def init(self, context: Context, spec: Item) -> ObjectsView:
         """Returns the state of compiled parts."""
-        return ObjectsView(version=None, rows=RowsSpec(context.ring.capacity, {}))
+        return super().init(context, {})
 
-    def read(self, context: Context, state: ObjectsView, where: SlotsForLeaf) -> Item:
+    def write(
+        self, context: Context, state: PartState, plan: WritePlan, items: Item
+    ) -> tuple[Any, WritePlan]:
+        """Plans a write; raises TypeError inside `jit`, which takes no objects."""
+        if state.words is not None:
+            raise object_refusal()
+        return super().write(context, state, plan, items)
+
+    def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
         """Raises TypeError, as `jit` returns no objects."""
         raise object_refusal()
 
-    def collate_items(self, data: list[Any], mask: jax.Array) -> Any:
+    def sample_items(
+        self, state: PartState, slots: jax.Array, mask: jax.Array, device: Device
+    ) -> Any:
         """Returns the data of a sample, with None for masked entries."""
-        is_real = np.asarray(mask)
+        data, is_real = state.rows.take(state.version, slots), np.asarray(mask)
         if not is_real.all():
             data = [item if real else None for item, real in zip(data, is_real, strict=True)]
         return data if self.collate is None else self.collate(data)
 
-    def reset(self, ring: Ring, state: ObjectsView, token: jax.Array) -> ObjectsView:
+    def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Returns a state without objects; older states keep theirs."""
-        return state.replace(
-            version=jnp.asarray(host_rows.words(0)), rows=ObjectRows(ring.capacity)
-        )
+        return state.with_rows(ObjectRows(ring.capacity), 0)
 
 
 def object_rows(buffer: Any, items: Any, method: str) -> list[list[Any]]:

@@ -4,7 +4,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,66 +14,40 @@ from jrb._core import packed
 from jrb._util import checks, pytree
 from jrb._xla import dependencies, gather
 from jrb.keys import TED
-from jrb.ring import Clock, Occupancy, Ring
-from jrb.storages.host_rows import HostView, RowsSpec, UniqueSlots
+from jrb.ring import Occupancy, Ring
+from jrb.storages.host_rows import HostRows, HostView, RowsSpec, UniqueSlots
 from jrb.storages.memmap import StoreArrays, StoreRows
-from jrb.types import Context, HostState, Item, SlotsForLeaf, WritePlan
+from jrb.types import Context, Item, SlotsForLeaf, WritePlan
 from jrb.types.messages import plan_rows
 
 
-class DeviceCacheState(pytree.State):
-    """The newest rows, on the device."""
+class TieredState(HostView):
+    """The state of a `SpillStorage`: all rows on the host, and the newest on the device."""
 
-    items: Item  # leaves [H, ...]
-    clock: Clock  # the position of the cache's own ring
-
-
-class TieredState(pytree.State, HostState):
-    """The state of a `SpillStorage`."""
-
-    cache: DeviceCacheState  # the newest rows
-    view: HostView  # all rows
-
-    @property
-    def capacity(self) -> int:
-        """N, the number of slots."""
-        return self.view.capacity
-
-    @property
-    def host_bytes(self) -> int:
-        """The number of bytes of all rows on the host."""
-        return self.view.host_bytes
+    cached: Any = None  # the newest rows, leaves [H, ...]
+    clock: Any = None  # the position of the cache's own ring, a `Clock`
 
 
-class CachedSlots(NamedTuple):
-    """The slots of an array, and where they are cached, arrays of one shape.
+def _padded_lengths(sizes: list[int], counts: list[int]) -> list[int]:
+    """Returns lengths of at least `counts`, so that few programs are compiled.
 
-    Attributes:
-        slots: int32, the slots.
-        cache_rows: int32, their offsets in the cache.
-        is_cached: bool, True for those that are cached.
+    They are 0, an eighth of `sizes`, 1.5 times that, and so on to all. One step is common to all:
+    with steps of their own, there would be a program for each combination.
     """
+    lengths = [0] * len(sizes)
+    while any(length < count for length, count in zip(lengths, counts, strict=True)):
+        longer = [
+            length + -(-length // 2) if any(lengths) else -(-size // 8)
+            for length, size in zip(lengths, sizes, strict=True)
+        ]
+        lengths = list(map(min, longer, sizes))
+    return lengths
 
-    slots: jax.Array
-    cache_rows: jax.Array
-    is_cached: jax.Array
 
-
-def _uncached(located: CachedSlots, is_static: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the slots that are not cached, int32 `[M]`, and their offsets in the batch.
-
-    Offsets are padded to few lengths K, so that few programs are compiled: 0, an eighth of all
-    slots, 1.5 times that, and so on; with `is_static` to all. Padding is an offset beyond the
-    batch, where nothing is written.
-    """
-    flat, is_cached = np.asarray(located.slots).reshape(-1), np.asarray(located.is_cached)
-    offsets = np.flatnonzero(~is_cached.reshape(-1))
-    length = len(flat) if is_static else 0
-    while length < len(offsets):
-        length += -(-length // 2) if length else -(-len(flat) // 8)
-    at = np.full(min(length, len(flat)), len(flat), np.int32)
-    at[: len(offsets)] = offsets
-    return flat[offsets], at
+def _pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
+    """Returns the array with rows of this value appended up to a length."""
+    padding = np.full((length - len(array), *array.shape[1:]), value, array.dtype)
+    return np.concatenate([array, padding])
 
 
 @pytree.component
@@ -120,22 +94,15 @@ class SpillStorage(StoreArrays):
         """Returns the shape of the ring of cached rows."""
         return Ring(rows=min(self.device_capacity // ring.envs, ring.rows), envs=ring.envs)
 
-    def view(self, state: TieredState) -> HostView:
-        """Returns the part of a state that refers to rows on the host."""
-        return state.view
-
-    def with_view(self, state: TieredState, view: HostView) -> TieredState:
-        """Returns the state with another view."""
-        return state.replace(view=view)
-
     def init(self, context: Context, spec: Item) -> TieredState:
         """Returns the state of compiled parts, with an empty cache."""
         cache = self.cache_ring(context.ring)
-        items = jax.tree.map(lambda leaf: packed.zeros_column(cache.capacity, leaf), spec)
-        state = DeviceCacheState(items=items, clock=cache.start())
-        return TieredState(cache=state, view=super().init(context, spec))
+        cached = jax.tree.map(lambda leaf: packed.zeros_column(cache.capacity, leaf), spec)
+        return super().init(context, spec).replace(cached=cached, clock=cache.start())
 
-    def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> TieredState:
+    def attach(
+        self, ring: Ring, rows: HostRows, version: int, held: Callable[[], Occupancy]
+    ) -> TieredState:
         """Returns the state of existing rows, the newest of which are cached again."""
         cache, occupancy = self.cache_ring(ring), held()
         size = int(occupancy.size)
@@ -143,14 +110,14 @@ class SpillStorage(StoreArrays):
         # The newest rows that the cache has room for end where the newest row ends.
         first = int(occupancy.first[0]) + size - count * ring.envs
         slots = (first + np.arange(count * ring.envs)) % ring.capacity
-        newest = view.rows.fetch(view.version, slots)
-        state = self.init(Context(ring, TED, occupancy), view.rows.spec).cache
+        newest = rows.take(version, slots)
+        state = self.init(Context(ring, TED, occupancy), rows.spec)
         put = lambda column, new: packed.with_array(
             column, packed.stored_array(column).at[: len(slots)].set(packed.to_words(new))
         )
-        items = jax.tree.map(put, state.items, newest, is_leaf=packed.is_column)
+        cached = jax.tree.map(put, state.cached, newest, is_leaf=packed.is_column)
         clock = cache.advance(state.clock, jnp.int32(count))
-        return TieredState(cache=DeviceCacheState(items=items, clock=clock), view=view)
+        return state.with_rows(rows, version).replace(cached=cached, clock=clock)
 
     def write(
         self, context: Context, state: TieredState, plan: WritePlan, items: Item
@@ -159,11 +126,10 @@ class SpillStorage(StoreArrays):
         # The cache has a clock of its own, and plans the same rows around its smaller ring.
         mask = None if plan.consecutive else plan.written
         ring = self.cache_ring(context.ring)
-        clock, put = plan_rows(ring, state.cache.clock, plan.passed.size, mask)
+        clock, put = plan_rows(ring, state.clock, plan.passed.size, mask)
         write_to = lambda column, new: packed.put_column(column, put, packed.to_words(new))
-        new = jax.tree.map(write_to, state.cache.items, items, is_leaf=packed.is_column)
-        cache = DeviceCacheState(items=new, clock=clock)
-        return TieredState(cache=cache, view=state.view.put(plan.slots, items)), plan
+        cached = jax.tree.map(write_to, state.cached, items, is_leaf=packed.is_column)
+        return state.put(plan.slots, items).replace(cached=cached, clock=clock), plan
 
     def edit(
         self,
@@ -176,70 +142,84 @@ class SpillStorage(StoreArrays):
         capacity, size = context.ring.capacity, self.cache_ring(context.ring).capacity
         slots = jnp.arange(capacity, dtype=jnp.int32) if slots is None else slots
         # Slots of N are padding: they go to `size`, which no scatter writes.
-        located = self._find(context, state.cache, jnp.minimum(slots, capacity - 1))
-        at = jnp.where(located.is_cached & (slots < capacity), located.cache_rows, size)
+        at, is_cached = self._find(context, state, jnp.minimum(slots, capacity - 1))
+        at = jnp.where(is_cached & (slots < capacity), at, size)
 
         def put(path: tuple, column: packed.Column) -> packed.Column:
             new = values.get(pytree.leaf_name(path))
             return column if new is None else packed.edit_column(column, at, new)
 
         every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=packed.is_column)
-        cache = state.cache.replace(items=every(put, state.cache.items))
-        return TieredState(cache=cache, view=state.view.edit(slots, values))
+        return state.edit(slots, values).replace(cached=every(put, state.cached))
 
-    def _find(self, context: Context, state: DeviceCacheState, slots: jax.Array) -> CachedSlots:
+    def _find(
+        self, context: Context, state: TieredState, slots: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the slots' places in the cache, int32, and which of them are cached."""
         ring, cache = context.ring, self.cache_ring(context.ring)
         age = context.held.after(ring, slots)
         is_cached = (age >= 0) & (age < state.clock.count)
         row = cache.row_after(state.clock.cursor, jnp.where(is_cached, cache.rows - 1 - age, 0))
-        return CachedSlots(slots, row * ring.envs + slots % ring.envs, is_cached)
+        return row * ring.envs + slots % ring.envs, is_cached
 
     def locate(self, context: Context, state: TieredState, where: SlotsForLeaf) -> UniqueSlots:
-        """Returns the slots of each leaf, and which of them are cached."""
-        find = functools.partial(self._find, context, state.cache)
-        return UniqueSlots.of(list(map(where, state.view.rows.names)), find)
+        """Returns the slots at which the host reads the leaves; N for those that are cached."""
+        unique = super().locate(context, state, where)
+        return UniqueSlots(
+            [
+                jnp.where(self._find(context, state, slots)[1], context.ring.capacity, slots)
+                for slots in unique.arrays
+            ],
+            unique.index,
+        )
 
-    def fetch(self, view: HostView, located: UniqueSlots, is_static: bool = False) -> Any:
-        """Returns rows that are not cached, `[K, ...]`, and their offsets in the batch, `[K]`."""
-        uncached = [_uncached(one, is_static) for one in located.values]
-        # Only these rows are read; zeros are appended to the lengths of the offsets.
-        slots, offsets = zip(*(uncached[number] for number in located.index), strict=True)
-        leaves = view.rows.take(view.version, list(slots))
-        padded = [
-            np.concatenate([leaf, np.zeros((len(at) - len(leaf), *leaf.shape[1:]), leaf.dtype)])
-            for leaf, at in zip(leaves, offsets, strict=True)
+    def fetch(
+        self, rows: HostRows, version: int, located: UniqueSlots, is_static: bool = False
+    ) -> Any:
+        """Returns rows that are not cached, `[K, ...]`, and their positions in the batch, `[K]`.
+
+        K is one of few lengths, so that few programs are compiled; with `is_static`, it is that of
+        all slots. Positions are padded with one beyond the batch, where nothing is written.
+        """
+        flat = [np.asarray(slots).reshape(-1) for slots in located.arrays]
+        places = [np.flatnonzero(slots < rows.capacity).astype(np.int32) for slots in flat]
+        read = [slots[at] for slots, at in zip(flat, places, strict=True)]
+        leaves = rows.read(version, located.per_leaf(read))
+        sizes = lengths = list(map(len, flat))
+        if not is_static:
+            lengths = _padded_lengths(sizes, list(map(len, places)))
+        leaves = [
+            _pad(leaf, length, 0)
+            for leaf, length in zip(leaves, located.per_leaf(lengths), strict=True)
         ]
-        return padded, [offsets for _, offsets in uncached]
+        return leaves, list(map(_pad, places, lengths, sizes))
 
     def fetched_shapes(self, rows: RowsSpec, located: UniqueSlots) -> Any:
         """Returns the shapes of what `fetch` returns, inside `jit`."""
-        sizes = located.each(lambda one: one.slots.size)
-        pairs = zip(sizes, rows.raw, strict=True)
-        leaves = [jax.ShapeDtypeStruct((size, *spec.shape), spec.dtype) for size, spec in pairs]
-        one = lambda each: jax.ShapeDtypeStruct((each.slots.size,), jnp.int32)
-        return leaves, list(map(one, located.values))
+        places = [jax.ShapeDtypeStruct((slots.size,), jnp.int32) for slots in located.arrays]
+        pairs = zip(located.per_leaf(places), rows.raw, strict=True)
+        return [jax.ShapeDtypeStruct(at.shape + it.shape, it.dtype) for at, it in pairs], places
 
     def assemble(
-        self, context: Context, state: TieredState, located: UniqueSlots, fetched: Any
+        self, context: Context, state: TieredState, where: SlotsForLeaf, fetched: Any
     ) -> Item:
         """Returns the items: cached ones from the device, and those that were fetched."""
-        leaves, structure = jax.tree.flatten(state.view.rows.items(fetched[0]))
-        # Leaves that share their slots share the offsets in the batch, too.
-        places = [fetched[1][number] for number in located.index]
-        cache_rows = located.each(lambda one: one.cache_rows)
-        columns = zip(jax.tree.leaves(state.cache.items), cache_rows, strict=True)
+        leaves, structure = jax.tree.flatten(state.rows.items(fetched[0]))
+        unique = UniqueSlots.of(state.rows.names, where)
+        cache_rows = [self._find(context, state, slots)[0] for slots in unique.arrays]
+        columns = jax.tree.leaves(state.cached)
+        cached = gather.read_items(*zip(columns, unique.per_leaf(cache_rows), strict=True))
         items = []
-        for cached, new, at in zip(gather.read_items(*columns), leaves, places, strict=True):
+        for rows, new, at in zip(cached, leaves, unique.per_leaf(fetched[1]), strict=True):
             # Flattened, so that one scatter writes all rows from the host, for slots of any shape.
             words = packed.to_words(new)
-            lead = cached.shape[: cached.ndim + 1 - words.ndim]
-            line = cached.reshape(math.prod(lead), *words.shape[1:])
+            lead = rows.shape[: rows.ndim + 1 - words.ndim]
+            line = rows.reshape(math.prod(lead), *words.shape[1:])
             line = packed.put_blocks(line, at, words[:, None]) if at.size else line
-            items.append(packed.from_words(line.reshape(cached.shape), new.dtype))
+            items.append(packed.from_words(line.reshape(rows.shape), new.dtype))
         return jax.tree.unflatten(structure, items)
 
     def reset(self, ring: Ring, state: TieredState, token: jax.Array) -> TieredState:
         """Returns the state with an empty cache."""
-        clock = self.cache_ring(ring).emptied(state.cache.clock)
-        state = state.replace(cache=state.cache.replace(clock=clock))
+        state = state.replace(clock=self.cache_ring(ring).emptied(state.clock))
         return dependencies.delay_writes_until(state, token)

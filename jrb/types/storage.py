@@ -65,14 +65,6 @@ class Storage(abc.ABC):
         """
         return None
 
-    def without_plan(self, state: PartState) -> tuple[Any, jax.Array | None]:
-        """Returns the state, and the slots int32 `[T, E]` that the host has still to write."""
-        return state, None
-
-    def with_plan(self, state: PartState, slots: jax.Array) -> Any:
-        """Returns the state with slots that the host has still to write."""
-        return state
-
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Returns the state without items; arrays may keep their old values."""
         return dependencies.emptied(state, token)

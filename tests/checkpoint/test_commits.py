@@ -50,14 +50,14 @@ def test_a_write_in_the_middle_of_a_commit_is_noticed(tmp_path, monkeypatch, sto
 def test_a_save_waits_for_the_device_without_the_turn(tmp_path):
     # A callback of the program that makes the version may need the turn itself.
     buffer, state, loaded = small(tmp_path / "store", "memmap")
-    store, words, turns = state.storage.rows.store, np.asarray(state.storage.version), []
+    store, words, turns = state.storage.rows.store, np.asarray(state.storage.words), []
 
     def take_turn():
         turns.append(store.turn.acquire(blocking=False))
         if turns[-1]:
             store.turn.release()
 
-    class Version:
+    class Words:
         shape, dtype = words.shape, words.dtype
 
         def __array__(self, *arguments, **options):
@@ -66,7 +66,7 @@ def test_a_save_waits_for_the_device_without_the_turn(tmp_path):
             thread.join()
             return words
 
-    late = state.replace(storage=state.storage.replace(version=Version()))
+    late = state.replace(storage=state.storage.replace(words=Words()))
     jrb.save(tmp_path / "store", buffer, late)
     assert turns
     assert all(turns)
