@@ -18,7 +18,6 @@ from jrb._core import debugging, editing, host_calls, steps, transforming
 from jrb._core.lengths import lengths_of
 from jrb._core.validate import (
     blank,
-    check,
     check_kind,
     check_state,
     compiled_blank,
@@ -31,11 +30,7 @@ from jrb._core.validate import (
 )
 from jrb._util import pytree
 from jrb._util.pytree import SpecKey
-from jrb._xla.compiling import (
-    kept_by_description,
-    per_description,
-    standalone_program,
-)
+from jrb._xla.compiling import kept_by_description, per_description
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import Item, PrioritizedSampler, TransformContext
 from jrb.types.messages import PartState
@@ -262,28 +257,15 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
     fixed: Any = buffer
     if inside < len(buffer.transforms):
         fixed = dataclasses.replace(buffer, transforms=buffer.transforms[:inside])
-    if not on_host(buffer):
-        compiled = _draw_compiled(fixed)
+    if on_host(buffer):
+        return inside, host_calls.draw_program(fixed)
+    compiled = host_calls.draw_compiled(fixed)
 
-        def draw_on_device(state: Any, key: Any, beta: Any, options: dict, is_drawn: Any) -> Any:
-            drawn = compiled(state, key, beta, **options)
-            return drawn if is_drawn(drawn[1].mask) else None
+    def draw_on_device(state: Any, key: Any, beta: Any, options: dict, is_drawn: Any) -> Any:
+        sampler, sample, _ = compiled(state, key, beta, **options)
+        return (sampler, sample) if is_drawn(sample.mask) else None
 
-        return inside, draw_on_device
-
-    return inside, host_calls.draw_program(fixed)
-
-
-@per_description("batch_size", "moves")
-@standalone_program
-def _draw_compiled(
-    buffer: Buffer, state: BufferState, key: jax.Array, beta: Any, batch_size: int, moves: bool
-) -> tuple[Any, Sample]:
-    """Draws outside `jit`. The state is checked while this is traced, not at each call."""
-    check(buffer, state)
-    sampler, sample = steps.draw(buffer, state, key, batch_size, beta)
-    # A compiled function copies what it returns, so the sampler is returned only if it moves.
-    return sampler if moves else None, sample
+    return inside, draw_on_device
 
 
 @explained

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import editing, steps
-from jrb._core.validate import check, for_device, is_tracer
+from jrb._core.validate import check, for_device, is_tracer, on_host
 from jrb._xla import compat
 from jrb._xla.callbacks import to_device
 from jrb._xla.compiling import by_description, per_description, standalone_program
@@ -89,11 +89,8 @@ def _plan_slots(
 
 def draw_program(buffer: Buffer) -> Callable[..., Any]:
     """Returns a function that draws; its result is None if some of the arguments are traced."""
-    storage = buffer.storage
-    choose, assemble = _choose_compiled(buffer), _assemble_compiled(buffer)
-    # Items that are sampled as they are stored are read at the slots of the anchors, and need no
-    # second program.
-    is_plain = buffer.unit.one_row and not buffer.transforms and not storage.assembles
+    storage, is_plain = buffer.storage, _reads_plain_items(buffer)
+    choose, assemble = draw_compiled(buffer), _assemble_compiled(buffer)
 
     def draw_from_host(state: Any, key: Any, beta: Any, options: dict, is_drawn: Any) -> Any:
         if is_tracer(state.storage.words):
@@ -101,7 +98,7 @@ def draw_program(buffer: Buffer) -> Callable[..., Any]:
         rows, half = state.storage.rows, for_device(buffer, state)
         # Writes of other threads wait for a while. What they overwrite after all raises StaleError.
         with rows.drawing():
-            sampler, chosen, located = choose(half, key, beta, **options, is_plain=is_plain)
+            sampler, chosen, located = choose(half, key, beta, **options)
             if not is_drawn(chosen.mask):
                 return None
             device = chosen.mask.sharding if compat.is_committed(chosen.mask) else None
@@ -116,29 +113,36 @@ def draw_program(buffer: Buffer) -> Callable[..., Any]:
     return draw_from_host
 
 
-@per_description("batch_size", "moves", "is_plain")
+def _reads_plain_items(buffer: Buffer) -> bool:
+    """Returns True if items on the host are sampled as they are stored.
+
+    They are read at the slots of the anchors, and need no second program.
+    """
+    is_plain = buffer.unit.one_row and not buffer.transforms
+    return on_host(buffer) and is_plain and not buffer.storage.assembles
+
+
+@per_description("batch_size", "moves")
 @standalone_program
-def _choose_compiled(
-    buffer: Buffer,
-    state: BufferState,
-    key: jax.Array,
-    beta: Any,
-    batch_size: int,
-    moves: bool,
-    is_plain: bool,
+def draw_compiled(
+    buffer: Buffer, state: BufferState, key: jax.Array, beta: Any, batch_size: int, moves: bool
 ) -> tuple[Any, Any, Any]:
-    """Runs the part of a draw that comes before items are fetched from the host.
+    """Draws outside `jit`. The state is checked while this is traced, not at each call.
 
     Returns:
-        The sampler's state, or None unless it `moves`; the `Draw`, or if `is_plain` the sample
-        without its data; where the host reads the leaves, or if `is_plain` None.
+        The sampler's state, or None unless it `moves`, as a compiled function copies what it
+        returns; the sample; and None. If items are on the host, the sample has no data; or, unless
+        they are sampled as they are stored, it is the `Draw` that it is assembled from, and the
+        third result is where the host reads.
     """
     check(buffer, state)
-    sampler, chosen = steps.draw(buffer, state, key, batch_size, beta, read=False)
-    sampler = sampler if moves else None
-    if is_plain:
-        return sampler, steps.assemble(buffer, state, chosen, key, read=False), None
-    return sampler, chosen, steps.locate(buffer, state, chosen, key)
+    is_read, located = not on_host(buffer), None
+    sampler, sample = steps.draw(buffer, state, key, batch_size, beta, read=is_read)
+    if _reads_plain_items(buffer):
+        sample = steps.assemble(buffer, state, sample, key, read=False)
+    elif not is_read:
+        located = steps.locate(buffer, state, sample, key)
+    return sampler if moves else None, sample, located
 
 
 _assemble_compiled = per_description()(standalone_program(steps.assemble))

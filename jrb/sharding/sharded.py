@@ -467,7 +467,7 @@ class Sharded:
             pieces = []
             for device, numbers in groups.items():
                 parts = [jax.device_put(by_number[number], device) for number in numbers]
-                pieces.append(_add_axis(parts[0]) if len(parts) == 1 else jnp.stack(parts))
+                pieces.append(jnp.expand_dims(parts[0], 0) if len(parts) == 1 else jnp.stack(parts))
             shape = (self.shards, *leaves[0].shape)
             return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
@@ -606,8 +606,3 @@ def _shards_of(leaf: Leaf, is_large: bool) -> dict[int, Any]:
             # Devices of a mesh with further axes have copies of the same shards.
             shards.setdefault(first + index, shard)
     return shards
-
-
-@jax.jit
-def _add_axis(leaf: jax.Array) -> jax.Array:
-    return leaf[None]
