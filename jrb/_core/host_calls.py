@@ -182,11 +182,12 @@ def compute_batches(
 
     Oldest first, as inside `jit`. Items of later batches are read after earlier ones were edited.
     """
+    rows, version = state.storage.rows, state.storage.version
     order, count = steps.in_order(buffer, state.writer)
     slots, compiled = np.asarray(order)[: int(count)], jax.jit(function)
     for start in range(0, len(slots), batch_size):
         part = slots[start : start + batch_size]
-        yield jnp.asarray(part), compiled(state.storage.rows.take(state.storage.version, part))
+        yield jnp.asarray(part), compiled(rows.take(version, part))
 
 
 def _with_flags(buffer: Buffer, state: BufferState) -> Any:
