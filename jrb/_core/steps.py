@@ -32,7 +32,6 @@ from jrb.types import (
     ShardStats,
     SlotsForLeaf,
     TransformContext,
-    WritePlan,
 )
 from jrb.types.messages import PartState, put_rows
 from jrb.types.sampler import missing_method
@@ -137,7 +136,13 @@ def write(
         priorities=None if priorities is None else priorities.astype(jnp.float32).reshape(-1),
         first_slot=plan.starts[0] if plan.consecutive else None,
     )
-    return _update_index(buffer, context, state, writer, plan, items, incoming)
+    # Update unit and sampler.
+    unit, change = buffer.unit.on_write(context, state.unit, plan, items)
+    change = dataclasses.replace(change, incoming=incoming)
+    # `change` counts departed anchors in the order before the write; the sampler gets it with the
+    # anchors from after the write.
+    state = state.replace(writer=writer, unit=unit)
+    return _update_sampler(buffer, context_of(buffer, writer), state, change)
 
 
 write_in_place = by_description(donated=("state",))(standalone_program(write))
@@ -159,24 +164,6 @@ def _write_row_by_row(buffer: Buffer, state: BufferState, *arguments: Any) -> Bu
         slots = slots.reshape(-1, slots.shape[-1])
         after = after.replace(storage=after.storage.replace(planned=slots))
     return after
-
-
-def _update_index(
-    buffer: Buffer,
-    context: Context,
-    state: BufferState,
-    writer: PartState,
-    plan: WritePlan,
-    items: Item,
-    incoming: IncomingPriorities | None = None,
-) -> BufferState:
-    """Updates unit and sampler after a write; `context` is from before it, `writer` from after."""
-    unit, change = buffer.unit.on_write(context, state.unit, plan, items)
-    change = dataclasses.replace(change, incoming=incoming)
-    # `change` counts departed anchors in the order before the write. The sampler gets it with the
-    # anchors from after the write.
-    state = state.replace(writer=writer, unit=unit)
-    return _update_sampler(buffer, context_of(buffer, writer), state, change)
 
 
 def _update_sampler(
