@@ -37,8 +37,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions, loading, manifest, saving, schema
 from jrb.checkpoint.descriptions import Several
 from jrb.checkpoint.schema import Snapshot
-from jrb.layouts.flat import from_flat, to_flat
-from jrb.layouts.nested import iter_trajectories
+from jrb.layouts.compact import from_flat, iter_trajectories, to_flat
 from jrb.migrate import pieces
 from jrb.mix import Description
 from jrb.state import Device

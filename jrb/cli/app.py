@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Annotated, Any
 
 from jrb._util.wording import printable, require
-from jrb.cli import console, convert, inspect, sources, stats
+from jrb.cli import console, convert, inspect, sources
 
 typer: Any = require("typer", "cli")
 _option = typer.Option
@@ -30,7 +30,7 @@ app: Any = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (inspect.inspect, sources.verify, convert.convert, stats.stats):
+for _command in (inspect.inspect, sources.verify, convert.convert, inspect.stats):
     app.command()(_command)
 app.add_typer(convert.data, name="data")
 

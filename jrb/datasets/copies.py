@@ -1,5 +1,7 @@
 """Functions that copy a dataset into a buffer, in memory or in files.
 
+Episodes are dealt to E environments; a row holds one step of every environment.
+
 A copy in files is committed regularly with the number of rows written so far. The saved buffer is
 read-only (`jrb.ReadOnly`) once the copy is complete. The folder `root` holds one copy of each
 dataset for all processes of a user:
@@ -10,12 +12,13 @@ dataset for all processes of a user:
 <root>/.locks/<name>        the lock of the process that makes or removes a copy
 ```
 
-K episodes, N capacity, E environments.
+K episodes, N capacity.
 """
 
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -36,11 +39,14 @@ from jrb.authoring import (
     make_folder,
     require,
     store_at,
+    tree_nbytes,
 )
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import LockedError
-from jrb.datasets.filling import Streams, deal_episodes, write_streams
+from jrb.datasets.format import Episode, count_steps, regroup_steps, slice_steps
+from jrb.datasets.output import track_progress
 from jrb.datasets.reading.names import check
+from jrb.loops import jitted
 from jrb.migrate import rebuild, with_parts, writable
 from jrb.samplers import Uniform
 from jrb.state import BufferState
@@ -49,11 +55,24 @@ from jrb.types import Storage
 from jrb.units import Transition
 from jrb.writers import PerEnvironment, ReadOnly, RoundRobin
 
+_PIECE = 8 << 20  # the maximum bytes of a piece that is written at once
+_BETWEEN = 512 << 20  # bytes between two commits
 _PAUSE = 0.2  # seconds between two attempts to lock a copy
 _SIZE = 32  # bytes of a digest
 _MARK = {"rows": 0, "of": np.zeros(_SIZE, np.uint8)}
 
 _log = logging.getLogger("jrb.datasets")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Streams:
+    """A dataset whose episodes are dealt to environments; each has a stream of steps."""
+
+    datasets: tuple[Any, ...]  # the episodes of each environment
+    num_envs: int | None  # E; None for a single stream without an axis of environments
+    rows: int  # the number of steps of the longest stream
+    is_even: bool  # True if all streams have the same length
+    row_bytes: int  # the bytes of one step of all environments
 
 
 def select_episodes(dataset: Any, fraction: float | None, episodes: Any) -> Any:
@@ -229,6 +248,105 @@ def _load(path: str, buffer: ReplayBuffer, digest: bytes) -> tuple[Any, BufferSt
         "of the dataset were changed since, or it was asked for other episodes. Remove it, or "
         "choose another path."
     ) from cause
+
+
+# Streams of steps, one for each environment.
+
+
+def deal_episodes(dataset: Any, num_envs: int | None) -> Streams:
+    """Deals episodes in order, each to the environment that has the fewest steps so far."""
+    steps, numbers = [0] * (num_envs or 1), [[] for _ in range(num_envs or 1)]
+    for number, length in enumerate(dataset.lengths.tolist()):
+        env = steps.index(min(steps))
+        steps[env] += length
+        numbers[env].append(number)
+    datasets = tuple(dataset.only(dataset.numbers[each]) for each in numbers)
+    row_bytes = max(1, tree_nbytes(dataset.spec)) * len(steps)
+    return Streams(datasets, num_envs, max(steps), len(set(steps)) == 1, row_bytes)
+
+
+def write_streams(
+    flow: Streams, buffer: ReplayBuffer, state: BufferState, rows: int, show: bool | None
+) -> Iterator[tuple[BufferState, int, bool]]:
+    """Writes the rows of `flow` from the row `rows` on to a state, which is donated.
+
+    Yields, after each piece, the state, the number of rows written, and True if a commit is due.
+    Rewards that are NaN or infinite are kept; a warning is logged.
+    """
+    methods, last, num_nonfinite, first_episode = jitted(buffer), rows, 0, np.inf
+    with track_progress(flow.rows, "reading", show) as advance:
+        advance(rows)
+        for items, mask, count in _pieces(flow, rows):
+            # Count rewards that are not finite, and find the first episode that has one.
+            for reward in jax.tree.leaves(items["next"].get("reward", ())):
+                if reward.dtype.kind in "biu":
+                    continue
+                is_nonfinite = ~np.isfinite(reward)
+                num_nonfinite += int(is_nonfinite.sum())
+                # The lengths of a stream's episodes say which of them has a row.
+                for env, dataset in enumerate(flow.datasets):
+                    column = is_nonfinite if flow.num_envs is None else is_nonfinite[:, env]
+                    steps = rows + np.flatnonzero(column.reshape(len(column), -1).any(axis=1))
+                    places = np.searchsorted(np.cumsum(dataset.lengths), steps, side="right")
+                    first_episode = min([first_episode, *dataset.numbers[places].tolist()])
+            # Write the piece, and report whether enough was written for a commit.
+            state = methods.extend(state, items, mask)
+            advance(count)
+            rows += count
+            is_due = (rows - last) * flow.row_bytes >= _BETWEEN
+            last = rows if is_due else last
+            yield state, rows, is_due
+    # One warning for the whole dataset, not one for each piece.
+    if num_nonfinite:
+        source = flow.datasets[0].source
+        _log.warning(
+            "%s: %d rewards are NaN or infinite, the first in episode %d: they are kept as they "
+            "are. Dataset.where(predicate=...) leaves such episodes out",
+            source if isinstance(source, str) else type(source).__name__,
+            num_nonfinite,
+            first_episode,
+        )
+
+
+def _pieces(flow: Streams, start: int) -> Iterator[tuple[Episode, Any, int]]:
+    """Yields items, mask and row count of equally long pieces, from the row `start` on.
+
+    All pieces have one length, so that one compiled program writes them. Items are zero, and the
+    mask is False, where a stream has ended. Full pieces of equally long streams have no mask.
+    """
+    # Cut each stream into blocks of one size, and take them from all streams in step.
+    size = max(1, min(_PIECE // flow.row_bytes, flow.rows - start))
+    parts = [regroup_steps(_blocks_after(dataset, start), size) for dataset in flow.datasets]
+    for blocks in itertools.zip_longest(*parts):
+        counts = [0 if block is None else count_steps(block) for block in blocks]
+        some = blocks[int(np.argmax(counts))]
+        # Fill rows `[size, E, ...]`, which stay zero where a stream has no more steps.
+        lead = (size, len(blocks))
+        items = jax.tree.map(lambda x, s=lead: np.zeros((*s, *x.shape[1:]), x.dtype), some)
+        for env, block in enumerate(blocks):
+            if block is not None:
+                put = lambda target, leaf, env=env: np.copyto(target[: len(leaf), env], leaf)
+                jax.tree.map(put, items, block)
+        # Equally long streams end in the same row, so they need a mask of rows only, or none.
+        mask = np.arange(size)[:, None] < counts
+        if flow.is_even:
+            mask = None if mask.all() else mask[:, 0]
+        if flow.num_envs is None:
+            items = slice_steps(items, (slice(None), 0))
+        yield items, mask, max(counts)
+
+
+def _blocks_after(dataset: Any, skip: int) -> Iterator[Episode]:
+    """Yields the blocks of a dataset without its first `skip` steps."""
+    # Skip whole episodes by their number, and the first steps of the next one by reading them.
+    ends = np.cumsum(dataset.lengths)
+    first = int(np.searchsorted(ends, skip, side="right"))
+    skip -= int(ends[first - 1]) if first else 0
+    for block in dataset.only(dataset.numbers[first:]).blocks():
+        steps = count_steps(block)
+        if steps > skip:
+            yield slice_steps(block, slice(skip, None))
+        skip = max(0, skip - steps)
 
 
 # Copies in the user's folder.

@@ -22,8 +22,8 @@ from jrb.datasets.output import new_path, track_progress
 from jrb.datasets.reading.names import check
 from jrb.datasets.reading.tabular import is_set
 from jrb.datasets.recording import parts
-from jrb.datasets.recording.items import check_numeric
 from jrb.datasets.recording.parts import RecordedLeaf, RecordingSchema
+from jrb.datasets.recording.writer import check_numeric
 from jrb.keys import TED, Path, within
 from jrb.layouts.names import Leaves, flatten
 from jrb.transforms.leaves import insert_leaf

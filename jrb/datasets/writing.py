@@ -12,12 +12,12 @@ from jrb.authoring import casting, escaped_errors, leaf_names
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Episode
+from jrb.datasets.formats.checkpoint import InMemory, episode_table
 from jrb.datasets.output import new_path
-from jrb.datasets.reading.buffered import InMemory, episode_table
 from jrb.datasets.reading.names import check, check_names, ted_names
 from jrb.datasets.reading.tabular import FLAGS, VALID
 from jrb.keys import within
-from jrb.layouts import flat
+from jrb.layouts import compact
 from jrb.layouts.names import Leaves, flatten, nest
 from jrb.state import BufferState
 
@@ -90,7 +90,7 @@ def check_chain(where: str, name: str, before: np.ndarray, after: np.ndarray, cu
     expected = f"rows like those before the action, {forms[0]}"
     check(forms[0] == forms[1], f"{where}: leaf 'next/{name}'", expected, forms[1])
     # Rows are compared by their bits, so that NaN equals itself.
-    for step in np.flatnonzero(flat.differ(before[None], after[None])[0])[:1]:
+    for step in np.flatnonzero(compact.differ(before[None], after[None])[0])[:1]:
         got = f"another after step {step}. {cure}"
         expected = "what stands before the action of the next step"
         check(False, f"{where}: leaf 'next/{name}'", expected, got)

@@ -25,8 +25,8 @@ from jrb.authoring import (
     tree_nbytes,
 )
 from jrb.buffer import ReplayBuffer
-from jrb.interop.torchrl_files import ABOUT, DTYPES, FLAGS, file_name
-from jrb.layouts import flat, names
+from jrb.interop.torchrl import ABOUT, DTYPES, FLAGS, file_name
+from jrb.layouts import compact, names
 from jrb.layouts.names import Leaves
 from jrb.migrate import pieces
 from jrb.samplers import Prioritized
@@ -295,13 +295,13 @@ def _share_observations(
     got = f"{before.dtype}{before.shape[2:]} and {after.dtype}{after.shape[2:]}"
     _check_flat(is_same, "next/" + name, f"the dtype and shape of '{name}'", got)
     # A next observation must be the next row's observation, except at ends.
-    breaks = flat.differ(before[:, :count], after[:, :count]) & ~ends[:, :count]
+    breaks = compact.differ(before[:, :count], after[:, :count]) & ~ends[:, :count]
     for env, row in np.argwhere(breaks)[:1]:
         got = f"another after row {row} (oldest first) of environment {env}, which is not done"
         _check_flat(False, "next/" + name, f"the next row's '{name}'", got)
     # Write each row's observation, and after each end the next observation.
     ends = ends.reshape(-1)
-    place, shape = flat.places(ends), before.shape[2:]
+    place, shape = compact.places(ends), before.shape[2:]
     out = np.zeros((len(ends) + ends.sum(), *shape), before.dtype)
     out[place] = before.reshape(-1, *shape)
     out[place[ends] + 1] = after.reshape(-1, *shape)[ends]

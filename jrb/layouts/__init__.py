@@ -8,8 +8,14 @@ previous row, and marks the ends of trajectories; the *nested* layout has their 
 """
 
 from jrb._util.public import PublicNames
-from jrb.layouts.flat import flat_to_ted, ted_to_flat
-from jrb.layouts.nested import combine, nested_to_ted, split, ted_to_nested
+from jrb.layouts.compact import (
+    combine,
+    flat_to_ted,
+    nested_to_ted,
+    split,
+    ted_to_flat,
+    ted_to_nested,
+)
 
 __all__ = [
     "combine",

@@ -9,7 +9,7 @@ import numpy as np
 
 from jrb.buffer import ReplayBuffer
 from jrb.keys import path_name, within
-from jrb.plot import canvas, facts, images
+from jrb.plot import canvas, facts
 from jrb.plot.canvas import Axes, Row, Tone
 from jrb.read import Episode
 from jrb.state import BufferState
@@ -79,7 +79,7 @@ def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Axes | None = 
         raw = np.asarray(buffer.priorities(state, jnp.asarray(slots)))
         plot = partial(_plot_lines, shown, np.where(raw < 0, np.nan, raw), "priority")
         rows.append(_row_over_steps(1.5, length, plot))
-    image = images.find_images(specs, 0)
+    image = canvas.find_images(specs, 0)
     if image is not None:
         rows.append(_film_strip(buffer, state, one, *image))
     return canvas.draw_rows(rows, ax, "plot.episode")
@@ -98,16 +98,16 @@ def _row_over_steps(height: float, length: int, draw: Callable[[Axes, Tone], Non
 
 
 def _film_strip(
-    buffer: ReplayBuffer, state: BufferState, one: Episode, name: str, order: images.Order
+    buffer: ReplayBuffer, state: BufferState, one: Episode, name: str, order: canvas.Order
 ) -> Row:
     """Returns a row with images of some of the episode's rows; of stacked frames the newest one."""
     length, few = len(one), min(len(one), _FRAMES)
     film = one.slots[np.linspace(0, length - 1, few).astype(int)]
     leaf = facts.read_leaves(buffer, state, film, {name})[name]
-    pictures, more = images.to_rgb(images.to_frames(leaf, order, 1)[:, -1])
-    sheet = images.tile(pictures[None], np.ones((1, few)))
+    pictures, more = canvas.to_rgb(canvas.to_frames(leaf, order, 1)[:, -1])
+    sheet = canvas.tile(pictures[None], np.ones((1, few)))
     which = "all rows" if few == length else f"{few} of {length:,} rows, evenly apart"
-    return images.image_row(sheet, f"{canvas.leaf_label(name)}: {which}", more)
+    return canvas.image_row(sheet, f"{canvas.leaf_label(name)}: {which}", more)
 
 
 def _write_heading(

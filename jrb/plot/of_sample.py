@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb.plot import canvas, facts, images
+from jrb.plot import canvas, facts
 from jrb.plot.canvas import Axes, Row, Tone
 from jrb.state import Sample
 
@@ -12,7 +12,7 @@ _IMAGES, _ACROSS, _STRIPS, _LONG, _ROWS = 32, 16, 6, 16, 64
 
 
 def sample(batch: Sample, ax: Axes | None = None) -> Any:
-    """Plots a batch: the drawn slots, the weights, which entries are real, and images.
+    """Plots a batch: the drawn slots, the weights, which entries are real, and canvas.
 
     Single images are tiled as a contact sheet, those of windows or stacks as film strips with the
     oldest frame first; masked entries are pale. A leaf is an image if it has two axes of length 5
@@ -136,13 +136,13 @@ def _plot_windows(batch: Sample, real: np.ndarray, axes: Axes, tone: Tone) -> No
 
 
 def _image_rows(batch: Sample, real: np.ndarray) -> list[Row]:
-    """Returns a row with a contact sheet, or with film strips; no row if there are no images."""
+    """Returns a row with a contact sheet, or with film strips; no row if there are no canvas."""
     leaves = {
         name: leaf
         for name, leaf in facts.leaves_by_name(batch.data).items()
         if np.shape(leaf)[:1] == (len(real),)
     }
-    image = images.find_images(leaves, real.ndim)
+    image = canvas.find_images(leaves, real.ndim)
     if image is None:
         return []
     (name, order), notes = image, []
@@ -151,25 +151,25 @@ def _image_rows(batch: Sample, real: np.ndarray) -> list[Row]:
         length = real.shape[1]
         at = np.unique(np.linspace(0, length - 1, min(length, _LONG)).astype(int))
         few = min(len(real), _STRIPS)
-        frames = images.to_frames(np.asarray(leaves[name][:few][:, at]), order, 2)[:, :, -1]
+        frames = canvas.to_frames(np.asarray(leaves[name][:few][:, at]), order, 2)[:, :, -1]
         shown = real[:few][:, at]
         rows = "" if len(at) == length else f"{len(at)} of {length} rows, "
         notes = [f"{rows}oldest first", *["masked ones are pale"] * (not shown.all())]
     else:
-        frames = images.to_frames(np.asarray(leaves[name][:_IMAGES]), order, 1)
+        frames = canvas.to_frames(np.asarray(leaves[name][:_IMAGES]), order, 1)
         few = min(len(frames), _STRIPS)
         if frames.shape[1] == 1:
             few = len(frames) - len(frames) % min(_ACROSS, len(frames))
         else:
             notes = [f"stacks of {frames.shape[1]} frames, oldest first"]
         frames, shown = frames[:few], np.broadcast_to(real[:few, None], (few, frames.shape[1]))
-    pictures, more = images.to_rgb(frames)
-    opacity = np.where(shown, 1.0, images.PALE)
+    pictures, more = canvas.to_rgb(frames)
+    opacity = np.where(shown, 1.0, canvas.PALE)
     # A contact sheet has up to 16 images in a line; film strips have a line each.
     grid = (-1, min(_ACROSS, few)) if frames.shape[1] == 1 else opacity.shape
     pictures = pictures.reshape(*grid, *pictures.shape[2:])
-    sheet = images.tile(pictures, opacity.reshape(grid))
+    sheet = canvas.tile(pictures, opacity.reshape(grid))
     whole = len(real)
     number = canvas.count(whole, "draw") if few == whole else f"{few} of {whole:,} draws"
     title = f"{canvas.leaf_label(name)}: {number}"
-    return [images.image_row(sheet, title, "; ".join(filter(None, [*notes, more])))]
+    return [canvas.image_row(sheet, title, "; ".join(filter(None, [*notes, more])))]

@@ -16,7 +16,7 @@ import pytest
 
 import jrb
 from jrb import authoring, cli
-from jrb.cli import inspect, sources, stats
+from jrb.cli import inspect, sources
 from tests.cli import paths
 from tests.cli.paths import LENGTHS, OTHERS, OURS, call, make
 from tests.small_blocks import small_blocks
@@ -259,11 +259,11 @@ def test_stats_are_those_of_episodes_that_meet_a_condition(kind, tmp_path, capsy
 
 
 def test_stats_leave_out_what_is_not_finite():
-    told = stats.summary(np.array([1.0, np.nan, 3.0, np.inf]))
+    told = inspect.summary(np.array([1.0, np.nan, 3.0, np.inf]))
     assert (told["count"], told["finite"], told["mean"]) == (4, 2, 2.0)
-    assert stats.summary([])["mean"] is None
-    assert stats.bars([0, 1, 8]) == " ▁█"
-    assert stats.bars([]) == ""
+    assert inspect.summary([])["mean"] is None
+    assert inspect.bars([0, 1, 8]) == " ▁█"
+    assert inspect.bars([]) == ""
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import pytest
 
 import jrb
 from jrb import authoring, datasets, migrate
-from jrb.datasets import copies, filling
+from jrb.datasets import copies
 from tests import seams
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def storages(tmp_path):
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("piece", [1, 400, 8 << 20])
 def test_a_buffer_holds_all_steps_in_their_order(dataset, tmp_path, number, piece, monkeypatch):
-    monkeypatch.setattr(filling, "_PIECE", piece)
+    monkeypatch.setattr(copies, "_PIECE", piece)
     storage = storages(tmp_path)[number]
     buffer, state = dataset.buffer(storage=storage, batch_size=4)
     assert buffer.capacity == int(buffer.size(state)) == sum(LENGTHS)
@@ -81,7 +81,7 @@ def test_a_buffer_holds_all_steps_in_their_order(dataset, tmp_path, number, piec
 @pytest.mark.parametrize("envs", [1, 2, 3, 5])
 @pytest.mark.parametrize("lengths", [LENGTHS, [4] * 30], ids=["uneven", "even"])
 def test_each_episode_is_in_one_environment(tmp_path, envs, lengths, monkeypatch):
-    monkeypatch.setattr(filling, "_PIECE", 700)
+    monkeypatch.setattr(copies, "_PIECE", 700)
     dataset = datasets.open(d4rl(tmp_path / "set.hdf5", lengths))
     buffer, state = dataset.buffer(
         num_envs=envs, unit=jrb.Sequence(3, partial="pad"), batch_size=64
@@ -149,8 +149,8 @@ def dying(at):
 @pytest.mark.faults
 @pytest.mark.parametrize("envs", [None, 3])
 def test_a_copy_goes_on_where_it_was(dataset, tmp_path, envs, monkeypatch, caplog):
-    monkeypatch.setattr(filling, "_PIECE", 100)
-    monkeypatch.setattr(filling, "_BETWEEN", 200)
+    monkeypatch.setattr(copies, "_PIECE", 100)
+    monkeypatch.setattr(copies, "_BETWEEN", 200)
     path = tmp_path / "files"
     make = lambda: dataset.buffer(
         storage=jrb.MemmapStorage(path), num_envs=envs, sampler=jrb.Prioritized(), batch_size=4
@@ -180,11 +180,11 @@ def test_a_copy_goes_on_where_it_was(dataset, tmp_path, envs, monkeypatch, caplo
 KILLED = """
 import os, random, signal, sys
 import jrb
-from jrb.datasets import filling
+from jrb.datasets import copies
 from tests import seams
 
 source, path, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
-filling._PIECE, filling._BETWEEN = 100, 200
+copies._PIECE, copies._BETWEEN = 100, 200
 left = random.Random(seed).randrange(100, 250) if seed else 0
 def kill(*event):
     global left

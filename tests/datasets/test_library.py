@@ -6,7 +6,7 @@ import pytest
 
 import jrb
 from jrb import datasets
-from jrb.datasets import copies, filling
+from jrb.datasets import copies
 
 
 def write(path, steps=6, seed=0):
@@ -132,7 +132,7 @@ def test_a_partial_copy_is_removed(root, tmp_path, monkeypatch):
         save(*rest, **more)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(filling, "_BETWEEN", 1)
+    monkeypatch.setattr(copies, "_BETWEEN", 1)
     monkeypatch.setattr(jrb.checkpoint, "save", stop)
     with pytest.raises(KeyboardInterrupt):
         dataset.buffer(cache=True, root=copied)

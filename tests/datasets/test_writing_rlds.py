@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.datasets.reading import buffered
+from jrb.datasets.formats import checkpoint
 from tests.datasets.access import assert_same, check_access
 from tests.datasets.streams import cut_off, episodes_of, filled
 
@@ -123,6 +123,6 @@ def test_episodes_are_read_in_groups(monkeypatch):
     episodes = episodes_of(6, 7)
     wanted = list(jrb.datasets.write_rlds(*filled(episodes)))
     for size in (1, 100, 1000):
-        monkeypatch.setattr(buffered, "_PIECE", size)
+        monkeypatch.setattr(checkpoint, "_PIECE", size)
         for one, other in zip(jrb.datasets.write_rlds(*filled(episodes)), wanted, strict=True):
             assert_same(one, other)

@@ -14,7 +14,7 @@ import pytest
 
 import jrb
 from jrb.checkpoint import DamagedError
-from jrb.interop.torchrl import read_torchrl, write_torchrl
+from jrb.interop import read_torchrl, write_torchrl
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 

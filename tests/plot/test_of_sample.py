@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.plot import images
+from jrb.plot import canvas
 from tests.plot import buffers, pictures
 
 pytestmark = pytest.mark.slow
@@ -103,15 +103,15 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_images_are_told_by_their_shape(shape):
-    order, want = images.axes_order(shape), SHAPES[shape]
+    order, want = canvas.axes_order(shape), SHAPES[shape]
     if want is None:
         assert order is None
         return
     values = np.random.default_rng(0).integers(0, 255, (2, *shape)).astype(np.uint8)
-    frames = images.to_frames(values, order, 1)
+    frames = canvas.to_frames(values, order, 1)
     assert frames.shape == (2, *want)
     assert sorted(frames.ravel()) == sorted(values.ravel())
-    shown, _ = images.to_rgb(frames)
+    shown, _ = canvas.to_rgb(frames)
     assert shown.shape == (*frames.shape[:-1], 3)
     assert 0 <= shown.min() <= shown.max() <= 1
 

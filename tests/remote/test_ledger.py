@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import jrb
 from jrb.remote import setup as setups
-from jrb.remote.ledger import Ledger
-from jrb.remote.server import Server
+from jrb.remote.server import Ledger, Server
 from jrb.remote.setup import Setup
 from tests.remote.rows import EXAMPLE, buffer, rows
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import jrb
 from jrb.remote import serve
 from jrb.remote import setup as setups
+from jrb.remote.server import pieces
 from jrb.remote.setup import Setup
-from jrb.remote.streams import pieces
 from tests.remote.rows import EXAMPLE, buffer, rows
 
 

@@ -17,7 +17,7 @@ from jrb.authoring import require
 from jrb.datasets.format import Source
 from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.formats.hdf5_groups import EpisodeGroup, GroupFormat, open_groups
-from jrb.datasets.reading import arrow, hdf5, images, tabular
+from jrb.datasets.reading import arrow, hdf5, tabular
 from jrb.datasets.reading.names import check, explain_damage, usual_leaf
 from jrb.datasets.reading.tabular import Column, DerivedColumn, EpisodeTables
 
@@ -128,7 +128,7 @@ class Minari(GroupFormat):
         groups, about = self.groups(source), _read_metadata(source).entries
         # Of the first episode, see which columns hold JPEG images.
         ((_, arrays),) = self._arrays(source, groups[:1])
-        is_jpeg = lambda column: isinstance(column, JpegColumn | images.ImageColumn)
+        is_jpeg = lambda column: isinstance(column, JpegColumn | arrow.ImageColumn)
         jpeg = [usual_leaf(name, "/") or name for name, column in arrays.items() if is_jpeg(column)]
         stored_notes, notes = about.get("notes"), list[str]()
         if isinstance(stored_notes, list) and all(isinstance(note, str) for note in stored_notes):
@@ -242,7 +242,7 @@ def _jpeg_column(column: Column, where: str, shape: tuple[int, ...]) -> JpegColu
     def read(start: int, stop: int) -> np.ndarray:
         values = np.empty((stop - start, *shape), np.uint8)
         for place, data in enumerate(column[start:stop]):
-            image = images.decode_image(np.asarray(data, np.uint8).tobytes(), where)
+            image = arrow.decode_image(np.asarray(data, np.uint8).tobytes(), where)
             check(image.shape == shape, where, f"images {list(shape)}", list(image.shape))
             values[place] = image
         return values
@@ -267,7 +267,7 @@ def _read_tables(
             column = arrow.ArrowColumn(files, path)
             column = _reshape_rows(column, files.schema, path, spaces.get(name))
         elif types.is_binary(kind) and path[0] in own:
-            column = images.ImageColumn(files, path, has_channels=False)
+            column = arrow.ImageColumn(files, path, has_channels=False)
         # Tables have as many rows as there are observations, one more than actions.
         if column is not None and path[0] in _PADDED:
             column = tabular.rows_at(column, np.arange(len(column) - 1))

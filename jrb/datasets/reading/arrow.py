@@ -1,10 +1,12 @@
-"""Reads Parquet and Arrow files of other programs, column by column.
+"""Reads Parquet and Arrow files of other programs, column by column, and images in them.
 
-T rows over all files. A group of rows is the unit that a file can read without the rest.
+T rows over all files. A group of rows is the unit that a file can read without the rest. Images are
+`[height, width, channel]`.
 """
 
 import contextlib
 import functools
+import io
 import math
 import os
 import threading
@@ -20,6 +22,7 @@ from jrb.datasets.reading.names import check, natural_order
 _ENDINGS = (".parquet", ".arrow", ".feather")
 _SIGNATURES = {b"PAR1": "parquet", b"ARRO": "file", b"\xff\xff\xff\xff": "stream"}
 _PIECE = 1 << 20  # bytes of a column that are decoded at a time
+_IMAGES = 16  # the number of images that are decoded at once
 _OPEN = 32  # the maximum number of open files
 
 
@@ -354,3 +357,51 @@ class TextColumn(ArrowColumn):
         # Each distinct text becomes one Python string, which many rows may share.
         piece = piece.dictionary_encode() if _is_text(piece.type) else piece
         return np.array(piece.dictionary.to_pylist(), object)[piece.indices.to_numpy()]
+
+
+class ImageColumn(ArrowColumn):
+    """A column of encoded images, which are bytes or `{bytes, path}`; reading decodes them.
+
+    Gray images get an axis of one channel, unless `has_channels` is False.
+    """
+
+    def __init__(self, files: ArrowFiles, path: tuple[str, ...], has_channels: bool = True) -> None:
+        super().__init__(files, path)
+        self._has_channels = has_channels
+
+    @property
+    def _rows_at_once(self) -> int:
+        return _IMAGES
+
+    def _values(self, piece: Any) -> np.ndarray:
+        types = require("pyarrow", "datasets").types
+        array = self._field(piece)
+        # A struct has the bytes of the image, and often a path, which is not read.
+        if types.is_struct(array.type):
+            place = array.type.get_field_index("bytes")
+            self._check(place >= 0, "a field 'bytes'", str(array.type))
+            array = array.flatten()[place]
+        is_bytes = types.is_binary(array.type) or types.is_large_binary(array.type)
+        self._check(is_bytes, "images as bytes", str(array.type))
+        self._check(array.null_count == 0, "the bytes of images", "a null")
+        # Decode the images, and compare each with the first of the column.
+        images = [decode_image(data, self._where) for data in array.to_pylist()]
+        if self._has_channels:
+            images = [image if image.ndim == 3 else image[..., None] for image in images]
+        first = vars(self)["_example"][0] if "_example" in vars(self) else images[0]
+        for image in images:
+            about = [f"{each.dtype} {list(each.shape)}" for each in (first, image)]
+            self._check(about[0] == about[1], *about)
+        return np.stack(images)
+
+
+def decode_image(data: bytes, where: str) -> np.ndarray:
+    """Decodes an image to `[height, width]` or `[height, width, channel]`; raises if damaged."""
+    pillow = require("PIL.Image", "datasets")
+    damage = (OSError, SyntaxError, ValueError, pillow.DecompressionBombError)
+    # The pixels of a palette image are indices of colours, so such an image becomes RGB.
+    with (
+        names.explain_damage(where, "whole images", damage),
+        pillow.open(io.BytesIO(data)) as image,
+    ):
+        return np.array(image.convert("RGB") if image.mode == "P" else image)

@@ -16,8 +16,7 @@ from jax import lax
 from jrb._util.pytree import kept_dtype
 from jrb.authoring import absolute_path, call_on_host, checks, read_items
 from jrb.datasets.reading.names import check
-from jrb.datasets.recording.items import is_keys, item_spec
-from jrb.datasets.recording.writer import RecordWriter
+from jrb.datasets.recording.writer import RecordWriter, item_spec
 from jrb.keys import TED, Keys
 
 
@@ -180,7 +179,7 @@ class Recorder:
             )
         # Under `jit`, JAX converts dtypes that it lacks, which would change the items.
         for leaf_name, leaf in zip(spec.names, spec.specs, strict=True):
-            if not is_keys(leaf.dtype) and kept_dtype(leaf.dtype) != leaf.dtype:
+            if not casting.is_keys(leaf.dtype) and kept_dtype(leaf.dtype) != leaf.dtype:
                 raise TypeError(
                     f"record: leaf '{leaf_name}': expected a dtype that JAX keeps, got "
                     f"{leaf.dtype}. Set jax_enable_x64, or record other dtypes."
@@ -190,7 +189,7 @@ class Recorder:
         first, lead = jax.tree.leaves(items)[:1], self._lead
         if first and np.ndim(first[0]) - len(spec.specs[0].shape) > len(lead):
             lead = (np.shape(first[0])[0], *lead)
-        leaves = list(map(_raw, spec.check(items, lead, "record")))
+        leaves = list(map(casting.raw, spec.check(items, lead, "record")))
         if mask is not None:
             mask = jnp.asarray(mask)
             _check_mask(mask, lead, self._lead, "record")
@@ -263,7 +262,7 @@ class Recorder:
                     "Inside jit, scan and grad there is record."
                 )
             if not isinstance(leaf, np.ndarray | np.generic):
-                leaves[number] = np.asarray(_raw(leaf))
+                leaves[number] = np.asarray(casting.raw(leaf))
         if mask is not None:
             mask = np.asarray(mask)
             _check_mask(mask, lead, self._lead, method)
@@ -301,11 +300,6 @@ def _normalize_metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
     is_free = "writers" not in entries
     check(is_free, "metadata", "other names than 'writers'", "this one, which has a meaning")
     return entries
-
-
-def _raw(leaf: Any) -> Any:
-    """Returns an array, with PRNG keys as their words."""
-    return jax.random.key_data(leaf) if is_keys(leaf.dtype) else leaf
 
 
 def _check_mask(mask: Any, lead: tuple[int, ...], envs: tuple[int, ...], method: str) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.datasets import filling
+from jrb.datasets import copies
 
 
 def made(path, lengths, odd, reward=np.float32):
@@ -32,7 +32,7 @@ def told(caplog):
 @pytest.mark.parametrize("piece", [1, 1 << 20])
 @pytest.mark.parametrize("seed", range(3))
 def test_how_many_and_where_the_first_is(tmp_path, num_envs, piece, seed, caplog, monkeypatch):
-    monkeypatch.setattr(filling, "_PIECE", piece)
+    monkeypatch.setattr(copies, "_PIECE", piece)
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 5, 6)
     odd = np.sort(rng.choice(lengths.sum(), 3, replace=False))
