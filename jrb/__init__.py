@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers 
     from jrb.buffer import from_items as from_items
     from jrb.checkpoint import load as load
     from jrb.checkpoint import save as save
-    from jrb.compat.torch import to_torch as to_torch
+    from jrb.compat import to_torch as to_torch
     from jrb.environments import from_brax as from_brax
     from jrb.environments import from_gymnasium as from_gymnasium
     from jrb.environments import from_gymnax as from_gymnax
@@ -83,8 +83,8 @@ _HOMES = {
     "buffer": "ReplayBuffer from_items",
     "checkpoint": "checkpoint",
     "checkpoint.api": "load save",
+    "compat": "to_torch",
     "datasets": "datasets",
-    "compat.torch": "to_torch",
     "environments": "from_brax from_gymnasium from_gymnax from_jaxmarl transition",
     "interop": "interop",
     "iterate": "epochs prefetch steps",

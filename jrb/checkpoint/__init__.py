@@ -53,6 +53,6 @@ if not TYPE_CHECKING:  # or every misspelt name would have a type
         "read_flashbax": "jrb.interop.flashbax",
         "read_torchrl": "jrb.interop.torchrl",
         "read_vault": "jrb.interop.flashbax",
-        "write_torchrl": "jrb.interop.torchrl",
+        "write_torchrl": "jrb.interop.torchrl_write",
     }
     __getattr__ = lazy(__name__, _HOMES)

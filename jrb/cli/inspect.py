@@ -29,11 +29,14 @@ _LONGEST = 200
 _ITEMS = ("storage/", "items/")
 """The beginnings of the names of arrays with items."""
 
-_BLANK = {
+_BLANK: dict[str, Any] = {
     **dict.fromkeys(("path", "kind", "description", "size", "capacity", "num_envs", "nbytes")),
     **dict.fromkeys(("disk", "episodes", "transitions")),
+    **dict.fromkeys(("generations", "leaves", "others", "extra", "notes"), ()),
+    "metadata": {},
+    "parts": {},
 }
-_LISTS = ("generations", "leaves", "others", "extra", "notes")
+_FACTS = ("description", "size", "capacity", "num_envs")
 _NOTES = {
     "encoded": "Items are encoded by {encode}: load(path, decode=...).",
     "objects": "Items are Python objects.",
@@ -99,11 +102,6 @@ def bytes_on_disk(path: str) -> int:
     return sum(os.stat(file).st_blocks * 512 for file in files if os.path.exists(file))
 
 
-def _new_report(path: str, kind: str, **entries: Any) -> Report:
-    lists = {name: [] for name in _LISTS} | {"metadata": {}, "parts": {}}
-    return _BLANK | lists | {"path": path, "kind": kind, "disk": bytes_on_disk(path)} | entries
-
-
 def _leaf(name: str, dtype: str, shape: Any, nbytes: int) -> dict[str, Any]:
     return {"name": name, "dtype": dtype, "shape": list(shape), "nbytes": int(nbytes)}
 
@@ -127,25 +125,25 @@ def _report_folder(path: str, saved: Generation, meta: dict[str, Any], prefix: s
     leaves = [_leaf(*leaf) for leaf in manifest.item_leaves(meta)]
     notes = [_NOTES[form["kind"]].format_map(form)] if form.get("kind") in _NOTES else []
     kind = str(meta.get("kind"))
-    return _new_report(
-        path,
-        {"buffer": "checkpoint"}.get(kind, kind),
-        description=facts.get("description"),
-        size=facts.get("size"),
-        capacity=facts.get("capacity"),
-        num_envs=facts.get("num_envs"),
-        nbytes=sum(leaf["nbytes"] for leaf in own),
-        **({"generations": list(_generations(path))} if not prefix else {"disk": None}),
-        leaves=leaves,
-        others=others,
-        extra=[leaf | {"name": leaf["name"].removeprefix(manifest.EXTRA)} for leaf in extra],
-        notes=notes,
-        metadata={"versions": facts.get("versions")} if facts else {},
-        parts={
+    entries = {
+        "path": path,
+        "kind": {"buffer": "checkpoint"}.get(kind, kind),
+        **{name: facts.get(name) for name in _FACTS},
+        "nbytes": sum(leaf["nbytes"] for leaf in own),
+        "leaves": leaves,
+        "others": others,
+        "extra": [leaf | {"name": leaf["name"].removeprefix(manifest.EXTRA)} for leaf in extra],
+        "notes": notes,
+        "metadata": {"versions": facts.get("versions")} if facts else {},
+        "parts": {
             name: _report_folder(path, saved, part, manifest.prefix_of(prefix, name))
             for name, part in parts.items()
         },
-    )
+    }
+    # Files and generations are those of the whole folder.
+    if not prefix:
+        entries |= {"disk": bytes_on_disk(path), "generations": list(_generations(path))}
+    return _BLANK | entries
 
 
 def _generations(path: str) -> Iterator[dict[str, Any]]:
@@ -165,30 +163,30 @@ def _report_dataset(path: str) -> Report:
     authoring, jax = importlib.import_module("jrb.authoring"), importlib.import_module("jax")
     names, specs = authoring.leaf_names(dataset.spec), jax.tree.leaves(dataset.spec)
     nbytes = [dataset.transitions * authoring.tree_nbytes(leaf) for leaf in specs]
-    return _new_report(
-        path,
-        dataset.format.name,
-        nbytes=dataset.nbytes,
-        episodes=dataset.episodes,
-        transitions=dataset.transitions,
-        leaves=[
+    return _BLANK | {
+        "path": path,
+        "kind": dataset.format.name,
+        "nbytes": dataset.nbytes,
+        "disk": bytes_on_disk(path),
+        "episodes": dataset.episodes,
+        "transitions": dataset.transitions,
+        "leaves": [
             _leaf(name, str(spec.dtype), spec.shape, size)
             for name, spec, size in zip(names, specs, nbytes, strict=True)
         ],
-        notes=list(dataset.notes),
-        metadata=dict(dataset.metadata),
-    )
+        "notes": list(dataset.notes),
+        "metadata": dict(dataset.metadata),
+    }
 
 
 def _report_file(path: str) -> Report:
     """Returns the report of a checkpoint in one HDF5 file: that of a dataset, with more entries."""
     report = _report_dataset(path)
     facts = importlib.import_module("jrb.checkpoint").metadata(path)
-    names = ("description", "size", "capacity", "num_envs")
     saved = {"generation": 0, "time": facts.get("time"), "size": facts.get("size"), "damage": None}
     entries = {"kind": "checkpoint in HDF5", "generations": [saved]}
     entries["metadata"] = {"versions": facts.get("versions")}
-    return report | {name: facts.get(name) for name in names} | entries
+    return report | {name: facts.get(name) for name in _FACTS} | entries
 
 
 def _render(report: Report, indent: str = "") -> Iterator[Any]:

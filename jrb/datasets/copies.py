@@ -60,6 +60,8 @@ _BETWEEN = 512 << 20  # bytes between two commits
 _PAUSE = 0.2  # seconds between two attempts to lock a copy
 _SIZE = 32  # bytes of a digest
 _MARK = {"rows": 0, "of": np.zeros(_SIZE, np.uint8)}
+_LIGHT = {"sampler": Uniform(), "unit": Transition(), "batch_size": None, "min_size": None}
+"""The parts with which a copy is written: they have little state."""
 
 _log = logging.getLogger("jrb.datasets")
 
@@ -178,7 +180,7 @@ def _make_copy(
         state = _open_copy(buffer, path, digest)
         if state is not None:
             return state
-        writing, rows = _writing_buffer(buffer), 0
+        writing, rows = dataclasses.replace(writable(buffer), **_LIGHT), 0
         # Continue an unfinished copy at its last commit, or begin a new one.
         if _has_commit(path):
             _, state, rows = _load(path, buffer, digest)
@@ -222,18 +224,12 @@ def _has_commit(path: str) -> bool:
         return False
 
 
-def _writing_buffer(buffer: ReplayBuffer) -> Any:
-    """Returns the buffer with which a copy is written: a writer, and parts with little state."""
-    parts = {"sampler": Uniform(), "unit": Transition(), "batch_size": None, "min_size": None}
-    return dataclasses.replace(writable(buffer), **parts)
-
-
 def _load(path: str, buffer: ReplayBuffer, digest: bytes) -> tuple[Any, BufferState, int]:
     """Returns the saved buffer, its state and the number of rows; raises for another dataset."""
     cause = None
     # The copy may be complete or not, or have been made with other parts, which it then describes
     # itself.
-    for given in (buffer, _writing_buffer(buffer), None):
+    for given in (buffer, dataclasses.replace(writable(buffer), **_LIGHT), None):
         try:
             description, state, mark = checkpoint.load(path, given, extra=_MARK, verify=False)
         except ValueError as error:

@@ -1,5 +1,6 @@
 """The output of the demo: a progress bar, a table, and a plot."""
 
+import functools
 import math
 from typing import Any
 
@@ -84,8 +85,6 @@ def plot_training(config: training.Config, result: training.Result) -> Any:
         more = "the episodes that ended since the point before"
         canvas.write_title(axes, tone, f"{config.env}: {end} at the end", more)
 
-    def plot_priorities(axes: canvas.Axes, tone: canvas.Tone) -> None:
-        plot_priority_histogram(result.priorities, masses, axes, tone)
-        axes.set_xlabel("priority: |TD error| when last drawn, or the largest so far")
-
-    return canvas.draw_rows([canvas.Row(3.3, [plot_curves, plot_priorities])], None, "demo")
+    label = "priority: |TD error| when last drawn, or the largest so far"
+    histogram = functools.partial(plot_priority_histogram, result.priorities, masses, label=label)
+    return canvas.draw_rows([canvas.Row(3.3, [plot_curves, histogram])], None, "demo")

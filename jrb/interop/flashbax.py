@@ -100,7 +100,7 @@ def read_flashbax(
     info = {"cursor": cursor, "full": full, "num_envs": envs, "capacity": envs * length}
     if hasattr(state, "sum_tree_state"):
         info |= _read_priorities(state.sum_tree_state, info, priority_exponent, sequence_length)
-    return _drop_env_axis(Dump(items, info)) if squeeze else Dump(items, info)
+    return _make_dump(items, info, squeeze)
 
 
 def _read_priorities(tree: Any, info: dict[str, Any], exponent: float, sequence: int | None) -> Any:
@@ -146,14 +146,15 @@ def _leaves_by_step(tree: Item, envs: int, length: int) -> np.ndarray:
     return steps
 
 
-def _drop_env_axis(dump: Dump) -> Dump:
-    """Returns a dump without the environment axis."""
-    envs, info = dump.info["num_envs"], dict(dump.info, num_envs=None)
-    if envs != 1:
+def _make_dump(items: Item, info: dict[str, Any], squeeze: bool) -> Dump:
+    """Returns a dump; if `squeeze`, without the environment axis."""
+    if not squeeze:
+        return Dump(items, info)
+    if (envs := info["num_envs"]) != 1:
         raise ValueError(f"squeeze: expected a single row of experience (A = 1), got A = {envs}.")
     if "priorities" in info:
         info["priorities"] = info["priorities"][:, 0]
-    return Dump(jax.tree.map(lambda leaf: leaf[:, 0], dump.items), info)
+    return Dump(jax.tree.map(lambda leaf: leaf[:, 0], items), info | {"num_envs": None})
 
 
 @escaped_errors()
@@ -199,4 +200,4 @@ def read_vault(
     items = jax.tree.map(_move_time_first, vault.read(timesteps=rows).experience)
     envs = jax.tree.leaves(items)[0].shape[1]
     info = {"cursor": rows, "full": False, "num_envs": envs, "capacity": rows * envs}
-    return _drop_env_axis(Dump(items, info)) if squeeze else Dump(items, info)
+    return _make_dump(items, info, squeeze)

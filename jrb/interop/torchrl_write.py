@@ -299,10 +299,6 @@ def _share_observations(
     for env, row in np.argwhere(breaks)[:1]:
         got = f"another after row {row} (oldest first) of environment {env}, which is not done"
         _check_flat(False, "next/" + name, f"the next row's '{name}'", got)
-    # Write each row's observation, and after each end the next observation.
-    ends = ends.reshape(-1)
-    place, shape = compact.places(ends), before.shape[2:]
-    out = np.zeros((len(ends) + ends.sum(), *shape), before.dtype)
-    out[place] = before.reshape(-1, *shape)
-    out[place[ends] + 1] = after.reshape(-1, *shape)[ends]
-    return out
+    shape = before.shape[2:]
+    rows, next_rows = before.reshape(-1, *shape), after.reshape(-1, *shape)
+    return compact.insert_next(rows, next_rows, ends.reshape(-1))

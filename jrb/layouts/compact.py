@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._util import casting
 from jrb._util.pytree import Leaf, PyTree
 from jrb.keys import TED, Keys, path_name
 from jrb.layouts.names import Leaves, flatten, nest
@@ -260,9 +261,7 @@ def differ(before: Any, after: Any) -> np.ndarray:
     is_other = np.zeros((envs, length), bool)
 
     def row_bytes(leaf: Leaf) -> np.ndarray:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        array = np.ascontiguousarray(leaf)
+        array = np.ascontiguousarray(casting.raw(leaf))
         width = array.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
         rows = array.view(np.uint8) if width else np.zeros(0, np.uint8)
         return rows.reshape(len(array), width)
@@ -315,7 +314,6 @@ def to_flat(
     # Lay the environments end to end; a shared leaf is stored with the leaf whose rows it repeats.
     join = lambda leaf: leaf.reshape(links.ends.size, *leaf.shape[2:])
     ends, flat = links.ends.reshape(-1), {}
-    last, place = np.flatnonzero(ends), places(ends)
     for name, leaf in by_env.items():
         if name in links.shared:
             continue
@@ -323,17 +321,22 @@ def to_flat(
         after = [other for other, twin in links.shared.items() if twin == name]
         if not after:
             continue
-        # Make `[N + K, ...]`: each row's observation, and after each end the next observation.
-        next_leaf, rows = join(by_env[after[0]]), len(ends) + len(last)
-        if isinstance(leaf, jax.Array):
-            index = np.empty(rows, np.int64)
-            index[place] = np.arange(len(ends))
-            index[place[last] + 1] = len(ends) + np.arange(len(last))
-            flat[name] = jnp.concatenate([leaf, next_leaf[last]])[index]
-        else:
-            flat[name] = np.empty((rows, *leaf.shape[1:]), leaf.dtype)
-            flat[name][place], flat[name][place[last] + 1] = leaf, next_leaf[last]
+        flat[name] = insert_next(leaf, join(by_env[after[0]]), ends)
     return flat, links
+
+
+def insert_next(leaf: Leaf, next_leaf: Leaf, ends: np.ndarray) -> Any:
+    """Returns `[N + K, ...]`: each row's observation, and after each end the next observation."""
+    last, place = np.flatnonzero(ends), places(ends)
+    rows = len(ends) + len(last)
+    if isinstance(leaf, jax.Array):
+        index = np.empty(rows, np.int64)
+        index[place] = np.arange(len(ends))
+        index[place[last] + 1] = len(ends) + np.arange(len(last))
+        return jnp.concatenate([leaf, next_leaf[last]])[index]
+    observations = np.empty((rows, *leaf.shape[1:]), leaf.dtype)
+    observations[place], observations[place[last] + 1] = leaf, next_leaf[last]
+    return observations
 
 
 def from_flat(leaves: Leaves, ends: np.ndarray, keys: Keys) -> Leaves:

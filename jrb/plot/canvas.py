@@ -202,15 +202,15 @@ def add_legend(axes: Axes, tone: Tone, place: str = "upper right", columns: int 
     names.set_in_layout("bbox_to_anchor" in look)
 
 
-def rows_of_text(title: str, more: str) -> list[Row]:
-    """Returns the rows of a plot that only has text, for a buffer or batch without items."""
+def draw_text(title: str, more: str, ax: Axes | None, who: str) -> Any:
+    """Returns a figure that only has text, for a buffer or batch without items; see `draw_rows`."""
 
     def draw(axes: Axes, tone: Tone) -> None:
         axes.set_axis_off()
         axes.text(0.5, 0.62, title, ha="center", fontsize=12, color=tone.ink)
         axes.text(0.5, 0.36, more, ha="center", fontsize=9, color=tone.faint)
 
-    return [Row(1.4, [draw], around=0)]
+    return draw_rows([Row(1.4, [draw], around=0)], ax, who)
 
 
 def color_scale(values: np.ndarray) -> Any:

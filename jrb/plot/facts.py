@@ -14,7 +14,6 @@ import numpy as np
 from jrb.authoring import context_of, leaf_name
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.keys import leaves_at
-from jrb.read import Episodes, episodes
 from jrb.samplers import Prioritized
 from jrb.state import Buffer, BufferState
 from jrb.types import Item
@@ -103,12 +102,6 @@ def _read_named(
     # Leaves with other names are read at no slot.
     where = lambda name: slots if name in names else slots[..., None][..., :0]
     return buffer.storage.read(context_of(buffer, state.writer), state.storage, where)
-
-
-def stored_episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
-    """Returns `jrb.episodes`, without NumPy's warning about returns that are not finite."""
-    with np.errstate(invalid="ignore"):
-        return episodes(buffer, state)
 
 
 def read_rewards(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> np.ndarray | None:

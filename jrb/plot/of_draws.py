@@ -68,9 +68,7 @@ def draws(
         raise type(error)(f"plot.draws: {error}") from None
     if not bool(buffer.can_sample(state)):
         more = f"of {canvas.count(int(buffer.size(state)), 'item')} that the buffer holds"
-        return canvas.draw_rows(
-            canvas.rows_of_text("There is nothing to draw", more), ax, "plot.draws"
-        )
+        return canvas.draw_text("There is nothing to draw", more, ax, "plot.draws")
     # Draw full batches in one scan, then the remaining draws as one smaller batch.
     size = min(int(n), buffer.batch_size or _BATCH)
     keys = jax.random.split(key, n // size + 1)

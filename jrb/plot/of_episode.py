@@ -11,7 +11,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.keys import path_name, within
 from jrb.plot import canvas, facts
 from jrb.plot.canvas import Axes, Row, Tone
-from jrb.read import Episode
+from jrb.read import Episode, episodes
 from jrb.state import BufferState
 
 _POINTS, _FRAMES, _PARTS = 2000, 12, 8
@@ -49,7 +49,8 @@ def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Axes | None = 
     facts.check_state(buffer, state, "plot.episode")
     if isinstance(k, bool) or not isinstance(k, int | np.integer):
         raise TypeError(f"plot.episode: k: expected an integer, got {k!r}.")
-    every = facts.stored_episodes(buffer, state)
+    with np.errstate(invalid="ignore"):  # returns may not be finite
+        every = episodes(buffer, state)
     if not -len(every) <= k < len(every):
         expected = f"from {-len(every)} to {len(every) - 1}, got {k}."
         none = f"an episode that is stored, got {k} of none. Add items first."

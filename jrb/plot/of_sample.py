@@ -52,7 +52,7 @@ def sample(batch: Sample, ax: Axes | None = None) -> Any:
     drawn = np.asarray(real.reshape(len(real), -1).any(axis=1))
     if not drawn.any():
         more = f"all {canvas.count(len(real), 'entry', 'entries')} of the batch are masked"
-        return canvas.draw_rows(canvas.rows_of_text("Nothing was drawn", more), ax, "plot.sample")
+        return canvas.draw_text("Nothing was drawn", more, ax, "plot.sample")
     rows = [Row(2.2, [lambda *at: _plot_slots(batch, drawn, *at)])]
     if (np.asarray(batch.weights)[drawn] != 1).any():
         weights = lambda *at: _plot_weights(batch, drawn, *at)

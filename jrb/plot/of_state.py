@@ -13,7 +13,7 @@ from jrb.authoring import require
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts
 from jrb.plot.canvas import Axes, Row, Tone
-from jrb.read import has_episodes
+from jrb.read import episodes, has_episodes
 from jrb.state import BufferState
 
 _collections: Any = require("matplotlib.collections", "plot")
@@ -64,7 +64,7 @@ def state(buffer: ReplayBuffer, state: BufferState, ax: Axes | None = None) -> A
     facts.check_state(buffer, state, "plot.state")
     if not int(buffer.size(state)):
         more = f"there is room for {buffer.capacity:,}"
-        return canvas.draw_rows(canvas.rows_of_text("The buffer is empty", more), ax, "plot.state")
+        return canvas.draw_text("The buffer is empty", more, ax, "plot.state")
     slots, stored = facts.stored_slots(buffer, state)
     in_time, envs = buffer.writer.is_chronological, buffer.ring.envs
     lines = min(envs, _RING_LINES) if buffer.writer.per_env else 0
@@ -172,7 +172,8 @@ def _episode_table(
     `start` and `stop` are rows relative to the end of the ring: 0 is after the newest row. `value`
     is the return if this is one number, else the length.
     """
-    every = sorted(facts.stored_episodes(buffer, state), key=lambda episode: episode.environment)
+    with np.errstate(invalid="ignore"):  # returns may not be finite
+        every = sorted(episodes(buffer, state), key=lambda episode: episode.environment)
     env = np.array([episode.environment for episode in every])
     length = np.array([len(episode) for episode in every])
     # The newest row of each environment is the last of the ring: count rows from its end.
@@ -339,11 +340,13 @@ def _plot_priorities(raw: np.ndarray, axes: Axes, tone: Tone) -> None:
     canvas.write_title(axes, tone, f"Priorities: {mean} on average", "; ".join(notes))
 
 
-def plot_priority_histogram(raw: np.ndarray, masses: np.ndarray, axes: Axes, tone: Tone) -> None:
+def plot_priority_histogram(
+    raw: np.ndarray, masses: np.ndarray, axes: Axes, tone: Tone, label: str = "priority"
+) -> None:
     """Plots a histogram of anchors' priorities, and names the largest ones' share of the mass."""
     borders, is_log = facts.bins(raw)
     canvas.plot_bars(axes, borders, facts.histogram(raw, borders), canvas.BLUE)
-    axes.set(xlim=(borders[0], borders[-1]), xlabel="priority", ylabel="anchors")
+    axes.set(xlim=(borders[0], borders[-1]), xlabel=label, ylabel="anchors")
     axes.set_yscale("log", nonpositive="clip")
     canvas.few_ticks(axes.xaxis, is_log)
     canvas.few_ticks(axes.yaxis, is_log=True)

@@ -123,11 +123,6 @@ class Server:
         """Returns the numbers of items written and of samples given, for the gate."""
         return self._items, self._samples
 
-    def _report(self, ticket: int | None) -> None:
-        """Reports to the gate that this shard has done its part of a permit."""
-        if ticket is not None:
-            self._gate.report.remote(self._shard, self._items, self._samples, ticket)
-
     # Writing.
 
     def extend(
@@ -162,7 +157,8 @@ class Server:
                 self._items += count
         # Without this report, the permit of a write that fails would never be removed.
         finally:
-            self._report(ticket)
+            if ticket is not None:
+                self._gate.report.remote(self._shard, *self.totals(), ticket)
         if self._setup.save_every is not None and self._unsaved >= self._setup.save_every:
             self.save()
 
@@ -259,7 +255,8 @@ class Server:
             for sample, (count, seed) in zip(batches, parts, strict=True):
                 yield None if sample is None else self._finish_draw(sample, count, seed)
         finally:
-            self._report(ticket)
+            if ticket is not None:
+                self._gate.report.remote(self._shard, *self.totals(), ticket)
 
     def _start_draw(self, count: int, beta: float | None) -> Sample | None:
         """Starts a draw of `count` items; returns None if nothing can be drawn."""

@@ -22,7 +22,7 @@ from jrb.checkpoint.descriptions import buffers_by_name
 from jrb.datasets.format import Source, native_dtype
 from jrb.datasets.reading import tabular
 from jrb.datasets.reading.names import check, leaves_in_ted
-from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, TRUNCATED, VALID, Table
+from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, VALID, Table
 from jrb.keys import Keys
 from jrb.state import BufferState
 
@@ -49,6 +49,7 @@ class Checkpoint(tabular.TableFormat):
 
     name: ClassVar[str] = "jrb"
     looks_for: ClassVar[str] = "a folder that jrb.save or jrb.MemmapStorage has made"
+    has_generations: ClassVar[bool] = True
 
     keys: Keys | None = None
     generation: int | None = None
@@ -91,18 +92,17 @@ class Checkpoint(tabular.TableFormat):
 
     def _load(self, source: Source) -> _LoadedSteps:
         """Loads a generation; tries again if another process replaces it meanwhile."""
+        newest_of = lambda: jrb.checkpoint.metadata(source)["generation"]
         while True:
-            newest = self._newest(source)
+            newest = newest_of() if self.has_generations else None
             number = newest if self.generation is None else self.generation
             try:
                 return _load(source, self, number)
             except (DamagedError, FileNotFoundError, jrb.StaleError):
                 # Another generation may have replaced this one meanwhile.
-                if self.generation is not None or self._newest(source) == newest:
+                is_fixed = self.generation is not None or not self.has_generations
+                if is_fixed or newest_of() == newest:
                     raise
-
-    def _newest(self, source: Source) -> int | None:
-        return jrb.checkpoint.metadata(source)["generation"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +111,12 @@ class CheckpointFile(Checkpoint):
 
     name: ClassVar[str] = "jrb-h5"
     looks_for: ClassVar[str] = "a file that jrb.save(..., layout='h5') has made"
+    has_generations: ClassVar[bool] = False
 
     def matches(self, source: Source) -> bool:
         """Returns True if the source is a checkpoint in one file."""
         is_file = isinstance(source, str) and os.path.isfile(source)
         return is_file and jrb.checkpoint.is_checkpoint(source)
-
-    def _newest(self, source: Source) -> int | None:
-        return None
 
 
 def _load(path: str, format: Checkpoint, number: int | None) -> _LoadedSteps:
@@ -219,10 +217,7 @@ class EpisodeRows:
         with enable_x64():
             items = read.take_items(self._buffer, self._state, slots)
         steps = dict(zip(self._leaves, jax.tree.leaves(items), strict=True))
-        # Combine the flags that the items have into the two that every table has.
-        flags = {name: tabular.is_set(steps.pop(name)) for name in FLAGS if name in steps}
-        terminated, truncated = tabular.combine_flags(len(slots), *map(flags.get, FLAGS))
-        return {**steps, TERMINATED: terminated, TRUNCATED: truncated}
+        return tabular.merge_flags(steps, len(slots))
 
     def column(self, name: str, start: int, stop: int) -> np.ndarray:
         """Reads the rows of one leaf from `start` to `stop`."""

@@ -36,12 +36,9 @@ class Recorded(tabular.TableFormat):
 
     name: ClassVar[str] = "recorded"
     looks_for: ClassVar[str] = "a folder that jrb.datasets.Recorder wrote"
+    own_files: ClassVar[str] = parts.OWN
 
     sealed: tuple[tuple[str, int], ...] | None = None
-
-    def is_own(self, source: str, name: str) -> bool:
-        """Returns True if a recorder wrote the file `name`."""
-        return parts.is_own(name)
 
     def matches(self, source: Source) -> bool:
         """Returns True if the source is a folder with a part of a recording."""

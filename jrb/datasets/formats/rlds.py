@@ -62,7 +62,9 @@ class RLDS(tabular.EpisodeFormat):
             callable(source) or isinstance(source, Iterable)
         ):
             return False
-        return _is_episode(next(iter(_iterable_of(source)), None))
+        every: Any = source
+        episodes = iter(every if isinstance(every, Iterable) else every())
+        return _is_episode(next(episodes, None))
 
     def snapshot(self, source: Source) -> "RLDS":
         """Returns a format for this source; reads the episodes of an iterator into memory."""
@@ -82,30 +84,24 @@ class RLDS(tabular.EpisodeFormat):
 
         Unless the source is a sequence, it is iterated from the start.
         """
-        all_episodes, keeps_last = vars(self).get("_episodes", source), self.last == "keep"
-        if numbers is None:
-            for number, episode in enumerate(_iterable_of(all_episodes)):
-                yield f"episode {number}", _table(f"episode {number}", episode, keeps_last)
-            return
-        count, episodes = 0, iter(_iterable_of(all_episodes))
-        for number in numbers:
+        every, count, episodes = vars(self).get("_episodes", source), 0, iter(())
+        for number in itertools.count() if numbers is None else numbers:
             # Sequences are indexed. Others are iterated on, or from the start to go back.
-            if isinstance(all_episodes, Sequence):
-                episodes, count = iter(all_episodes[number : number + 1]), number
-            elif number < count:
-                count, episodes = 0, iter(_iterable_of(all_episodes))
+            if isinstance(every, Sequence) and numbers is not None:
+                episodes, count = iter(every[number : number + 1]), number
+            elif number < count or not count:
+                count, episodes = 0, iter(every if isinstance(every, Iterable) else every())
             for episode in itertools.islice(episodes, number - count, None):
-                yield f"episode {number}", _table(f"episode {number}", episode, keeps_last)
+                where = f"episode {number}"
+                yield where, _table(where, episode, self.last == "keep")
                 break
             else:
+                if numbers is None:
+                    return
                 cure = "Let the source not shuffle, or give an iterator of it"
                 expected = f"the same episodes each time, with number {number}"
                 check(False, "rlds", expected, f"fewer. {cure}, which is taken into memory")
             count = number + 1
-
-
-def _iterable_of(source: Any) -> Iterable[Any]:
-    return source if isinstance(source, Iterable) else source()
 
 
 def _is_episode(episode: Any) -> bool:
@@ -157,8 +153,9 @@ def _numeric_leaves(where: str, episode: Any) -> tuple[Leaves, Leaves, set[str]]
     """Returns an episode's numbers for each step, its single numbers, and the names of others."""
     names = f" with {list(episode)}" if isinstance(episode, Mapping) else ""
     check(_is_episode(episode), where, "a dict with 'steps'", type(episode).__name__ + names)
+    is_numeric = lambda array: array.dtype == bool or jnp.issubdtype(array.dtype, np.number)
     arrays = _step_arrays(where, episode["steps"])
-    leaves = {name: leaf for name, leaf in arrays.items() if _is_numeric(leaf) and leaf.shape}
+    leaves = {name: leaf for name, leaf in arrays.items() if is_numeric(leaf) and leaf.shape}
     tabular.check_present(where, leaves, [_LAST])
     # Parts of the transition must have one length. Other arrays of other lengths are left out.
     roles = {n: TERMINATED if n in _FLAGS else usual_leaf(n, "/") or n for n in leaves}
@@ -166,7 +163,7 @@ def _numeric_leaves(where: str, episode: Any) -> tuple[Leaves, Leaves, set[str]]
     leaves = {name: leaf for name, leaf in leaves.items() if name not in odd}
     # Single numbers outside the steps are facts about the episode.
     others = dict(_flatten({name: each for name, each in episode.items() if name != "steps"}))
-    facts = {name: each for name, each in others.items() if _is_numeric(each) and not each.shape}
+    facts = {name: each for name, each in others.items() if is_numeric(each) and not each.shape}
     return leaves, facts, (arrays.keys() - leaves.keys()) | (others.keys() - facts.keys())
 
 
@@ -212,7 +209,3 @@ def _flatten(entry: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
         except ValueError:
             # Lists of several lengths are no array; their leaf is left out.
             yield f"{prefix}{name}", np.empty((), object)
-
-
-def _is_numeric(array: np.ndarray) -> bool:
-    return array.dtype == bool or jnp.issubdtype(array.dtype, np.number)

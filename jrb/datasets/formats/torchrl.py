@@ -15,7 +15,7 @@ from jrb.datasets.format import Source
 from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.reading import tabular
 from jrb.datasets.reading.names import check, leaves_in_ted
-from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, TRUNCATED, Table, TableFormat
+from jrb.datasets.reading.tabular import DONE, FLAGS, Table, TableFormat
 from jrb.keys import Keys, lookup
 
 _WRITER = os.path.join("writer", "metadata.json")
@@ -94,12 +94,9 @@ class TorchRL(TableFormat):
         for name, leaf in zip(names.values(), jax.tree.leaves(items), strict=True):
             shape, read = (len(order), *leaf.shape[1:]), lambda a, b, leaf=leaf: leaf[order[a:b]]
             columns[name] = tabular.DerivedColumn(shape, leaf.dtype, read)
-        flags = {name: tabular.is_set(columns[name][:]) for name in FLAGS if name in columns}
-        terminated, truncated = tabular.combine_flags(len(order), *map(flags.get, FLAGS))
-        columns.pop(DONE, None)
-        columns |= {TERMINATED: terminated, TRUNCATED: truncated}
         metadata = {name: info[name] for name in ("layout", "capacity", "num_envs", "write_count")}
-        notes = (tabular.DONE_NOTE,) * (flags.keys() == {DONE})
+        notes = (tabular.DONE_NOTE,) * ({*FLAGS} & columns.keys() == {DONE})
+        columns = tabular.merge_flags(columns, len(order))
         return Table(columns, ends, facts, metadata, notes, info["left_out"])
 
     def _is_end(self, path: str, items: Any, rows: np.ndarray) -> np.ndarray:

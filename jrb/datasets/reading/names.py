@@ -172,13 +172,18 @@ def ted_names(names: Iterable[str], keys: Keys, roles: Iterable[str] = FIELDS) -
 
 def leaves_in_ted(source: object, names: Iterable[str], keys: Keys) -> dict[str, str]:
     """Returns the leaf in TED for each leaf of a buffer's items; raises without a reward."""
-    names, path = list(names), path_name(keys.reward)
-    got = f"items with the leaves {names}. Name the right one with keys=jrb.Keys(reward=...)"
-    has_reward = any(within(name, path) for name in names)
-    check(has_reward, f"{source}: reward", f"a leaf at '{path}'", got)
+    names = list(names)
+    check_reward(f"{source}: reward", names, keys)
     leaves = ted_names(names, keys)
     _check_distinct(leaves, source, "keys=jrb.Keys(...)")
     return leaves
+
+
+def check_reward(where: str, names: list[str], keys: Keys) -> None:
+    """Raises if a buffer's items have no leaf for the reward."""
+    path = path_name(keys.reward)
+    got = f"items with the leaves {names}. Name the right one with keys=jrb.Keys(reward=...)"
+    check(any(within(name, path) for name in names), where, f"a leaf at '{path}'", got)
 
 
 def _normalize_mapping(

@@ -452,6 +452,14 @@ def combine_flags(
     return is_over & ~is_late, truncated | is_late | (done & ~is_over)
 
 
+def merge_flags(leaves: Mapping[str, Column], steps: int) -> dict[str, Column]:
+    """Returns the leaves of T steps, with terminated and truncated in place of all stored flags."""
+    flags = {name: is_set(leaves[name][:]) for name in FLAGS if name in leaves}
+    terminated, truncated = combine_flags(steps, *map(flags.get, FLAGS))
+    others = {name: leaf for name, leaf in leaves.items() if name not in flags}
+    return others | {TERMINATED: terminated, TRUNCATED: truncated}
+
+
 def is_set(flags: np.ndarray) -> np.ndarray:
     """Returns flags of any dtype, `[T]` or `[T, 1]`, as bool `[T]`."""
     return (flags != 0).reshape(len(flags))

@@ -46,6 +46,8 @@ _NONSENSE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Run
 _WRITER = r"\d{8}T\d{12}-[\w.-]+-[0-9a-f]{8}"
 _PART = re.compile(rf"({_WRITER})-(\d{{6,}})\.parquet")
 HIDDEN = re.compile(rf"\.({_WRITER})(-\d{{6,}}\.parquet\.new|\.lock)")
+OWN = f"{_PART.pattern}|{HIDDEN.pattern}"
+"""The names of a recorder's files in the folder of a recording."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,11 +217,6 @@ def new_writer_name(name: str) -> str:
 def part_name(writer: str, number: int) -> str:
     """Returns the file name of a writer's part."""
     return f"{writer}-{number:06d}.parquet"
-
-
-def is_own(name: str) -> bool:
-    """Returns True if `name`, in the folder of a recording, is that of a recorder's file."""
-    return bool(_PART.fullmatch(name) or HIDDEN.fullmatch(name))
 
 
 def part_counts(path: str) -> dict[str, int]:

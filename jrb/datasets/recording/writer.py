@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 import secrets
 import threading
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 
 from jrb.authoring import Folder, Lock, casting, leaf_name, leaf_names, make_folder
 from jrb.checkpoint import LockedError
-from jrb.datasets.reading.names import check, check_names, ted_names
+from jrb.datasets.reading.names import check, check_names, check_reward, ted_names
 from jrb.datasets.reading.tabular import combine_flags, is_set
 from jrb.datasets.recording import parts
 from jrb.datasets.recording.parts import TERMINATED, TRUNCATED, RecordedLeaf, RecordingSchema
@@ -332,7 +333,8 @@ def _recording_folder(path: str) -> Folder:
     make_folder(path)
     folder = Folder(path)
     # Never write next to files of another kind.
-    others = [name for name in folder.names() if not (parts.is_own(name) or name.startswith("."))]
+    is_other = lambda name: name[0] != "." and not re.fullmatch(parts.OWN, name)
+    others = list(filter(is_other, folder.names()))
     got = f"'{', '.join(others[:1])}' in it. Choose another path"
     check(not others, path, "a recording, or an empty folder", got)
     for match in filter(None, map(parts.HIDDEN.fullmatch, folder.names())):
@@ -373,10 +375,7 @@ def item_spec(example: Any, lead: int, keys: Keys, method: str) -> ItemSpec:
         has_slash = any("/" in leaf_name((part,)) for part in path)
         check(not has_slash, method, "names without a slash", f"'{leaf_name(path)}'. Rename it")
     # A dataset needs rewards; the other parts of a transition may be missing.
-    reward = path_name(keys.reward)
-    got = f"items with the leaves {names}. Name the right one with keys=jrb.Keys(reward=...)"
-    has_reward = any(within(name, reward) for name in names)
-    check(has_reward, "reward", f"a leaf at '{reward}'", got)
+    check_reward("reward", names, keys)
     # Name the leaves as in TED. Flags become columns of the recorder's own, so only the others need
     # names apart from each other.
     numbers = _single_numbers(names, specs, keys, method)
