@@ -240,7 +240,7 @@ class GzippedColumn:
 
     Only the rows that are read are in memory. To go on in a file, all between is decompressed; to
     go back, all from its beginning on. A single number counts as one row. `starts` has the first
-    row of each file, and N.
+    row of each file, and the number of all rows.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
