@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jrb._util.pytree import kept_dtype
-from jrb.authoring import absolute_path, call_on_host, checks, read_items
+from jrb.authoring import absolute_path, call_on_host, casting, checks, read_items
 from jrb.datasets.reading.names import check
 from jrb.datasets.recording.writer import RecordWriter, item_spec
 from jrb.keys import TED, Keys
