@@ -218,7 +218,7 @@ class PlainRows(HostRows):
             spec = self.raw[number]
             # A copy: a subclass may return a view of rows that it overwrites later.
             rows = np.array(self.read_rows(number, at.reshape(-1)))
-            leaves.append(rows.view(spec.dtype).reshape(*at.shape, *spec.shape))
+            leaves.append(rows.view(spec.dtype).reshape((*at.shape, *spec.shape)))
         if version != self._newest and any((self._written[at] > version).any() for at in slots):
             raise StaleError(
                 f"{self._owner}expected a state whose {self._content} are still there, got one of "

@@ -57,7 +57,7 @@ class StoreRows(HostRows):
         flat = {id(at): at.reshape(-1) for at in slots}
         leaves = self.shared.read_rows(version, [flat[id(at)] for at in slots], first)
         return [
-            leaf.view(spec.dtype).reshape(*at.shape, *spec.shape)
+            leaf.view(spec.dtype).reshape((*at.shape, *spec.shape))
             for leaf, spec, at in zip(leaves, self.raw[first:], slots, strict=False)
         ]
 

@@ -51,20 +51,20 @@ before = memory()
 with BlockStore.create(path) as store:
     store.array("x", Source([], "leaf", huge, 8, None))
     shared = SharedRows(store, ["x"])
-    version = shared.put(0, slots, [rows])
+    version = shared.write_rows(0, slots, [rows])
     assert store.commit({}, {}) == 1
-    assert (shared.take(version, [slots])[0] == rows).all()
-    version = shared.put(version, slots[:5] + 1000, [rows[:5]])
-    version = shared.put(version, slots[:5] + huge // 2, [rows[:5]])
+    assert (shared.read_rows(version, [slots])[0] == rows).all()
+    version = shared.write_rows(version, slots[:5] + 1000, [rows[:5]])
+    version = shared.write_rows(version, slots[:5] + huge // 2, [rows[:5]])
     assert shared.reach < huge // 2 + 10**6
 with BlockStore.open_to_save(path) as store:
     shared = SharedRows(store, ["x"])
     assert shared.reach < 10**6
-    assert (shared.take(0, [slots])[0] == rows).all()
-    assert not shared.take(0, [np.array([huge - 1, 4321])])[0].any()
-    version = shared.put(0, slots[:5] + 1000, [rows[:5]])
+    assert (shared.read_rows(0, [slots])[0] == rows).all()
+    assert not shared.read_rows(0, [np.array([huge - 1, 4321])])[0].any()
+    version = shared.write_rows(0, slots[:5] + 1000, [rows[:5]])
     assert store.commit({}, {}, keep=1) == 2
-    assert (shared.take(version, [slots[:5] + 1000])[0] == rows[:5]).all()
+    assert (shared.read_rows(version, [slots[:5] + 1000])[0] == rows[:5]).all()
 assert block_store.find_damages(path) == []
 print(memory() - before)
 """
@@ -169,14 +169,14 @@ def opened(store):
     return SharedRows(store, names)
 with BlockStore.create(path) as store:
     shared = opened(store)
-    assert shared.put(0, np.arange(4), rows) == 4
+    assert shared.write_rows(0, np.arange(4), rows) == 4
     assert store.commit({}, {}) == 1
-    assert all(map(np.array_equal, shared.take(4, [np.arange(4)] * count), rows))
+    assert all(map(np.array_equal, shared.read_rows(4, [np.arange(4)] * count), rows))
 with BlockStore.open_to_save(path) as store:
     shared = opened(store)
-    assert all(map(np.array_equal, shared.take(0, [np.arange(4)] * count), rows))
-    assert shared.put(0, np.arange(4), rows) == 4
-    assert shared.put(4, np.arange(3, 7), rows) == 8
+    assert all(map(np.array_equal, shared.read_rows(0, [np.arange(4)] * count), rows))
+    assert shared.write_rows(0, np.arange(4), rows) == 4
+    assert shared.write_rows(4, np.arange(3, 7), rows) == 8
     assert store.commit({}, {}, keep=1) == 2
     print(len(os.listdir("/proc/self/fd")))
 readers = [BlockStore.open_to_read(path, 1 + number % 2) for number in range(10)]

@@ -790,7 +790,7 @@ def test_of_two_stores_the_one_that_writes_later_goes_on(path):
     states.rows.store.commit({}, {})
     other = SharedRows(BlockStore.open_to_read(path), list(WIDTHS))
     slots, ones = np.arange(4), [np.ones((4, width), np.uint8) for width in WIDTHS.values()]
-    assert other.put(0, slots, ones) == 4
+    assert other.write_rows(0, slots, ones) == 4
     at = [slots] * len(WIDTHS)
     for act in (
         lambda: states.rows.read_rows(states.newest, at),
@@ -800,8 +800,8 @@ def test_of_two_stores_the_one_that_writes_later_goes_on(path):
     ):
         with pytest.raises(StaleError):
             act()
-    assert all((data == 1).all() for data in other.take(4, at))
+    assert all((data == 1).all() for data in other.read_rows(4, at))
     other.store.commit({}, {})
     states.rows.store.close()
-    assert other.put(4, slots, ones) == 8
+    assert other.write_rows(4, slots, ones) == 8
     other.store.close()
