@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers 
     from jrb.samplers import Prioritized as Prioritized
     from jrb.samplers import Queue as Queue
     from jrb.samplers import Uniform as Uniform
+    from jrb.samplers import Weighted as Weighted
     from jrb.samplers import WithoutReplacement as WithoutReplacement
     from jrb.sharding import Sharded as Sharded
     from jrb.state import BufferState as BufferState
@@ -98,7 +99,7 @@ _HOMES = {
     "read": "episodes items stats",
     "remote": "remote",
     "ring": "ring",
-    "samplers": "Lifo Mixture Newest Prioritized Queue Uniform WithoutReplacement",
+    "samplers": "Lifo Mixture Newest Prioritized Queue Uniform Weighted WithoutReplacement",
     "sharding": "Sharded",
     "state": "BufferState Sample",
     "storages": "DeviceStorage ListStorage MemmapStorage SpillStorage",

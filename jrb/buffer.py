@@ -34,7 +34,7 @@ from jrb.state import BufferState, Device, Memory, Sample, check_origin
 from jrb.storages import DeviceStorage
 from jrb.storages.objects import object_refusal, object_rows
 from jrb.types import Item, OrderedSampler, PrioritizedSampler, Sampler, Storage, Unit, Writer
-from jrb.types.messages import Array, PRNGKey
+from jrb.types.messages import Array, DrawInputs, PRNGKey
 from jrb.types.parts import check_part
 from jrb.types.transform import Transform
 from jrb.units import Transition
@@ -157,6 +157,12 @@ class ReplayBuffer:
         # Parts that do not fit each other.
         self.unit.check(self.ring, self.sampler, self.writer)
         storage = type(self.storage).__name__
+        if self.sampler.reads is not None and self.storage.is_on_host:
+            raise ValueError(
+                f"storage: expected one on the device for {type(self.sampler).__name__}, which "
+                f"reads leaves of all items at each draw, got {type(self.storage).__name__}. Use "
+                "jrb.DeviceStorage()."
+            )
         if self.storage.of_objects and not self.unit.one_row:
             raise ValueError(
                 f"unit: expected jrb.Transition() with {storage}, which cannot look into its "
@@ -370,6 +376,7 @@ class ReplayBuffer:
         key: PRNGKey,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
+        context: Any = None,
     ) -> Sample:
         """Samples a batch and leaves the state as it is.
 
@@ -380,6 +387,8 @@ class ReplayBuffer:
             key: a PRNG key. It is consumed.
             batch_size: B; None for the buffer's.
             beta: the exponent of the weights, float `[]`, may be traced; None for the sampler's.
+            context: a pytree of arrays or numbers, may be traced, for samplers that take one, such
+                as `jrb.Weighted`; else None.
 
         Returns:
             The batch. For samplers that consume (`Queue`, `WithoutReplacement`), it is the batch
@@ -389,8 +398,9 @@ class ReplayBuffer:
             ValueError: no batch size is given, there is nothing to sample, or less than `min_size`
                 is held. Inside `jit`, the last two give a batch with `mask` False and `weights` 0.
         """
-        count, beta = draw_arguments(self.batch_size, key, batch_size, beta)
-        return eager.draw(self, state, key, count, beta, moves=False)[1]
+        inputs = DrawInputs(beta, context)
+        count, inputs = draw_arguments([self.sampler], self.batch_size, key, batch_size, inputs)
+        return eager.draw(self, state, key, count, inputs, moves=False)[1]
 
     @takes_state
     def draw(
@@ -399,6 +409,7 @@ class ReplayBuffer:
         key: PRNGKey,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
+        context: Any = None,
     ) -> tuple[BufferState, Sample]:
         """Samples a batch, and advances samplers that consume.
 
@@ -410,6 +421,8 @@ class ReplayBuffer:
             key: a PRNG key. It is consumed.
             batch_size: B; None for the buffer's.
             beta: the exponent of the weights, float `[]`, may be traced; None for the sampler's.
+            context: a pytree of arrays or numbers, may be traced, for samplers that take one, such
+                as `jrb.Weighted`; else None.
 
         Returns:
             The state, and the batch.
@@ -417,8 +430,9 @@ class ReplayBuffer:
         Raises:
             ValueError: as for `sample`.
         """
-        count, beta = draw_arguments(self.batch_size, key, batch_size, beta)
-        return eager.draw(self, state, key, count, beta)
+        inputs = DrawInputs(beta, context)
+        count, inputs = draw_arguments([self.sampler], self.batch_size, key, batch_size, inputs)
+        return eager.draw(self, state, key, count, inputs)
 
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | Array, priorities: Array
@@ -879,9 +893,13 @@ class _MapFunction:
 
 
 def draw_arguments(
-    default: int | None, key: jax.Array, batch_size: Any, beta: Any
-) -> tuple[int, jax.Array | None]:
-    """Checks the arguments of a draw; returns B and beta."""
+    samplers: list[Sampler],
+    default: int | None,
+    key: jax.Array,
+    batch_size: Any,
+    inputs: DrawInputs,
+) -> tuple[int, DrawInputs]:
+    """Checks the arguments of a draw by one or several samplers; returns B and the others."""
     size = default if batch_size is None else batch_size
     if size is None:
         raise ValueError(
@@ -892,7 +910,13 @@ def draw_arguments(
     if batch_size is not None:
         checks.count("batch_size", batch_size)
     random_bits.check_key(key)
-    return int(size), None if beta is None else checks.number("beta", beta)
+    beta, context = inputs
+    if context is not None and all(sampler.reads is None for sampler in samplers):
+        raise TypeError(
+            f"context: expected None, as {type(samplers[0]).__name__} does not use it, got "
+            f"{type(context).__name__}. Samplers such as jrb.Weighted do."
+        )
+    return int(size), DrawInputs(None if beta is None else checks.number("beta", beta), context)
 
 
 def check_single(buffer: object, who: str) -> None:

@@ -21,6 +21,7 @@ from jrb._util.pytree import SpecKey
 from jrb._util.wording import bytes_text
 from jrb.jaxpr_search import CopySearch, Finding, large_constants, without_ones
 from jrb.state import BufferState
+from jrb.types.messages import DrawInputs
 
 _CALLS = 5
 """The number of calls that are timed, after a first one."""
@@ -225,7 +226,7 @@ def _time_alone(method: str, buffer: Any, size: int | None, specs: SpecKey) -> f
 
     def run(state: Any, arguments: Any) -> Any:
         if method == "sample":
-            return eager.draw(buffer, state, arguments["key"], size or 0, None)
+            return eager.draw(buffer, state, arguments["key"], size or 0, DrawInputs())
         if method == "add":
             return eager.write(buffer, state, arguments["items"], None)
         return eager.update(buffer, state, arguments["which"], arguments["priorities"])

@@ -159,6 +159,7 @@ if TYPE_CHECKING:  # the methods, which are generated, have the signatures of th
             key: PRNGKey | int,
             batch_size: int | None = None,
             beta: jax.Array | float | None = None,
+            context: Any = None,
         ) -> Sample:
             """Calls `ReplayBuffer.sample`."""
             ...
@@ -169,6 +170,7 @@ if TYPE_CHECKING:  # the methods, which are generated, have the signatures of th
             key: PRNGKey | int,
             batch_size: int | None = None,
             beta: jax.Array | float | None = None,
+            context: Any = None,
         ) -> tuple[BufferState, Sample]:
             """Calls `ReplayBuffer.draw`."""
             ...

@@ -18,7 +18,7 @@ from jrb._xla.compiling import per_description
 from jrb.buffer import ReplayBuffer, draw_arguments
 from jrb.state import Buffer, BufferState, Device, Memory, Sample, check_origin
 from jrb.types import Item, Sampler
-from jrb.types.messages import Array, PRNGKey
+from jrb.types.messages import Array, DrawInputs, PRNGKey
 
 States = tuple[BufferState, ...]
 
@@ -123,9 +123,11 @@ class Mix:
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
         proportions: jax.Array | None = None,
+        context: Any = None,
     ) -> Sample:
         """Samples a batch and leaves the states as they are; see `draw`."""
-        return self._draw(states, key, batch_size, beta, proportions)[1]
+        inputs = DrawInputs(beta, context)
+        return self._draw(states, key, batch_size, inputs, proportions)[1]
 
     @takes_state
     def draw(
@@ -135,6 +137,7 @@ class Mix:
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
         proportions: jax.Array | None = None,
+        context: Any = None,
     ) -> tuple[States, Sample]:
         """Samples a batch, and advances samplers that consume.
 
@@ -147,6 +150,7 @@ class Mix:
                 buffer then draws B items, from which its part is chosen at random, so that shapes
                 do not depend on the proportions. This is an error with samplers that consume. If
                 draws are counted, only chosen items count.
+            context: a pytree for the samplers that take one, such as `jrb.Weighted`; else None.
 
         Returns:
             The states, and the batch.
@@ -163,18 +167,23 @@ class Mix:
                 f"proportions: expected none in the call, with {type(wasteful[0]).__name__}, which "
                 "would lose what it draws in vain. Give them to Mix, as numbers."
             )
-        return self._draw(states, key, batch_size, beta, proportions)
+        return self._draw(states, key, batch_size, DrawInputs(beta, context), proportions)
 
     def _draw(
-        self, states: States, key: jax.Array, batch_size: int | None, beta: Any, proportions: Any
+        self,
+        states: States,
+        key: jax.Array,
+        batch_size: int | None,
+        inputs: DrawInputs,
+        proportions: Any,
     ) -> tuple[States, Sample]:
-        size, beta = draw_arguments(self.batch_size, key, batch_size, beta)
+        size, inputs = draw_arguments(self._samplers, self.batch_size, key, batch_size, inputs)
         num_buffers = len(self.buffers)
         # One more, by which parts are chosen if proportions are traced.
         keys = jax.random.split(key, num_buffers + 1)
         if proportions is None:
             counts = self._counts(size)
-            after, parts = self._draw_parts(states, keys, counts, counts, beta)
+            after, parts = self._draw_parts(states, keys, counts, counts, inputs)
             merge = _join_parts(self) if self.exact else _concatenate
             return tuple(after), self._within(merge, (), (parts,), merges=True)
         # Shapes may not depend on the proportions: each buffer draws B items, and of these its part
@@ -189,7 +198,7 @@ class Mix:
         per_shard = splitting.counts(jnp, values, size // self._shards, 1e-4)
         shares, counts = self._shards * per_shard, (size,) * num_buffers
         needed = counts if isinstance(shares, jax.core.Tracer) else tuple(shares.tolist())
-        after, parts = self._draw_parts(states, keys, counts, needed, beta)
+        after, parts = self._draw_parts(states, keys, counts, needed, inputs)
         # Choose each buffer's part; each shard chooses by shares and a key of its own.
         choice: Any = shares, keys[-1]
         if self._shards_of_first is not None:
@@ -207,7 +216,7 @@ class Mix:
         return tuple(after), sample
 
     def _draw_parts(
-        self, states: States, keys: jax.Array, counts: tuple, needed: tuple, beta: Any
+        self, states: States, keys: jax.Array, counts: tuple, needed: tuple, inputs: DrawInputs
     ) -> tuple[list[Any], list[Sample]]:
         """Draws `counts[k]` items from each buffer k, which may be empty if `needed[k]` is 0."""
         pairs, parts = self._pairs(states), []
@@ -216,8 +225,11 @@ class Mix:
             count, quiet = counts[number], not needed[number]
             if not count:
                 continue
+            # A context is for the samplers that take one.
+            takes_context = self._samplers[number].reads is not None
+            own = inputs if takes_context else DrawInputs(inputs.beta)
             draw = buffer._draw if isinstance(buffer, Sharded) else partial(eager.draw, buffer)
-            after[number], sample = draw(state, keys[number], count, beta, quiet)
+            after[number], sample = draw(state, keys[number], count, own, quiet)
             info = {**sample.info, "source": jnp.full(count, number, jnp.int32)}
             parts.append(sample.replace(info=info, origin=self._origin))
         # Check that the parts can be joined.

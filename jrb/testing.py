@@ -37,6 +37,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.doctor import doctor as doctor
 from jrb.state import BufferState, Sample
 from jrb.types import Item, MissingMethodError, PrioritizedSampler, ShardedSampler
+from jrb.types.messages import DrawInputs
 
 __all__ = ["conform", "consumed", "growth", "rows"]
 __dir__: PublicNames = lambda: __all__
@@ -548,7 +549,7 @@ def check_in_place(make: Make, example: Item) -> None:
 
 
 # This is `ReplayBuffer.draw`, but gives a masked batch where there is nothing to draw.
-_draw = functools.partial(eager.draw, batch_size=8, beta=None, quiet=True)
+_draw = functools.partial(eager.draw, batch_size=8, inputs=DrawInputs(), quiet=True)
 
 
 def _make_step(buffer: ReplayBuffer, example: Item) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import jrb
 from jrb import testing
 from jrb.types import component
+from tests.samplers import weights
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +34,7 @@ SAMPLERS = {
     "prioritized": jrb.Prioritized(),
     "buffer": jrb.Prioritized(normalize="buffer", stratified=False),
     "held": jrb.Prioritized(new_priority="largest_held"),
+    "weighted": jrb.Weighted(weights.fresh, leaves=(("next", "reward"),)),
 }
 PRIORITIZED = ("prioritized", "buffer", "counted")
 

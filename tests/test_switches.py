@@ -10,6 +10,7 @@ import pytest
 
 import jrb
 from jrb import sum_tree
+from tests.samplers import weights
 
 E, B = 2, 4
 NEXT = {"observation": jnp.zeros(3), "reward": jnp.float32(0), "done": jnp.bool_(False)}
@@ -167,6 +168,7 @@ HELD = jrb.Prioritized(new_priority="largest_held")
 OTHERS = [  # with `PARTS`, every part that jrb exports
     {"sampler": jrb.Mixture((jrb.Prioritized(), jrb.Newest(count=2)), (0.5, 0.5))},
     {"sampler": HELD, "unit": jrb.NStep(2, 0.9, strict=True)},
+    {"sampler": jrb.Weighted(weights.fresh, leaves=(("next", "reward"),))},
     {"sampler": jrb.WithoutReplacement(drop_last=True), "unit": jrb.Sequence(2, stride=2)},
     {"sampler": jrb.Prioritized(), "unit": WHOLE},
     {"unit": jrb.FrameStack(2, unit=jrb.NStep(2, 0.9))},

@@ -33,7 +33,7 @@ from jrb._util.pytree import SpecKey
 from jrb._xla.compiling import kept_by_description, per_description
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import Item, PrioritizedSampler, TransformContext
-from jrb.types.messages import PartState
+from jrb.types.messages import DrawInputs, PartState
 
 
 def copy_if_owned(array: jax.Array, state: PartState) -> jax.Array:
@@ -165,7 +165,7 @@ def draw(
     state: BufferState,
     key: jax.Array,
     batch_size: int,
-    beta: jax.Array | float | None,
+    inputs: DrawInputs,
     quiet: bool = False,
     moves: bool = True,
 ) -> tuple[Any, Sample]:
@@ -183,11 +183,11 @@ def draw(
     # Only two arrays are looked at, as to look at all takes longer; `_is_drawn` notices the others.
     if not (is_tracer(key) or is_tracer(state.edits)):
         is_drawn = functools.partial(_is_drawn, buffer, state, quiet)
-        drawn = run(state, key, beta, {"batch_size": batch_size, "moves": moves}, is_drawn)
+        drawn = run(state, key, inputs, {"batch_size": batch_size, "moves": moves}, is_drawn)
     # If some of the arguments are traced, add the draw to the program that is traced.
     if drawn is None:
         check_state(buffer, state)
-        drawn = steps.draw_inside(buffer, state, key, batch_size, beta)
+        drawn = steps.draw_inside(buffer, state, key, batch_size, inputs)
         if debugging.OBSERVERS:
             debugging.notify("sample", buffer, state, drawn, key=key)
         return drawn
@@ -234,6 +234,9 @@ def explain_no_draw(buffer: Buffer, size: int, num_anchors: int, is_masked: bool
     cure = f"Add items first; can_sample tells when there are enough. {need}"
     if buffer.min_size is not None and size < buffer.min_size:
         why = f"where min_size is {buffer.min_size}"
+    elif num_anchors and buffer.sampler.reads is not None:
+        why = f"in which {sampler} finds no anchor with a weight above 0"
+        cure = "See what its function returns for the leaves, ages and the context of this draw."
     elif is_masked:
         why, cure = f"in which {unit} masks every anchor of the batch", "Draw more, or add items."
     elif size and not num_anchors:
@@ -261,8 +264,10 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
         return inside, host_calls.draw_program(fixed)
     compiled = host_calls.draw_compiled(fixed)
 
-    def draw_on_device(state: Any, key: Any, beta: Any, options: dict, is_drawn: Any) -> Any:
-        sampler, sample, _ = compiled(state, key, beta, **options)
+    def draw_on_device(
+        state: Any, key: Any, inputs: DrawInputs, options: dict, is_drawn: Any
+    ) -> Any:
+        sampler, sample, _ = compiled(state, key, inputs, **options)
         return (sampler, sample) if is_drawn(sample.mask) else None
 
     return inside, draw_on_device

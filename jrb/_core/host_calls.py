@@ -20,6 +20,7 @@ from jrb._xla.callbacks import to_device
 from jrb._xla.compiling import by_description, per_description, standalone_program
 from jrb.state import Buffer, BufferState
 from jrb.types import Item
+from jrb.types.messages import DrawInputs
 
 _MANY_ELEMENTS = 1 << 14  # of an array that takes longer to copy than one more compiled call
 
@@ -92,13 +93,15 @@ def draw_program(buffer: Buffer) -> Callable[..., Any]:
     storage, is_plain = buffer.storage, _reads_plain_items(buffer)
     choose, assemble = draw_compiled(buffer), _assemble_compiled(buffer)
 
-    def draw_from_host(state: Any, key: Any, beta: Any, options: dict, is_drawn: Any) -> Any:
+    def draw_from_host(
+        state: Any, key: Any, inputs: DrawInputs, options: dict, is_drawn: Any
+    ) -> Any:
         if is_tracer(state.storage.words):
             return None
         rows, half = state.storage.rows, for_device(buffer, state)
         # Writes of other threads wait for a while. What they overwrite after all raises StaleError.
         with rows.drawing():
-            sampler, chosen, located = choose(half, key, beta, **options)
+            sampler, chosen, located = choose(half, key, inputs, **options)
             if not is_drawn(chosen.mask):
                 return None
             device = chosen.mask.sharding if compat.is_committed(chosen.mask) else None
@@ -125,7 +128,12 @@ def _reads_plain_items(buffer: Buffer) -> bool:
 @per_description("batch_size", "moves")
 @standalone_program
 def draw_compiled(
-    buffer: Buffer, state: BufferState, key: jax.Array, beta: Any, batch_size: int, moves: bool
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    inputs: DrawInputs,
+    batch_size: int,
+    moves: bool,
 ) -> tuple[Any, Any, Any]:
     """Draws outside `jit`. The state is checked while this is traced, not at each call.
 
@@ -137,7 +145,7 @@ def draw_compiled(
     """
     check(buffer, state)
     is_read, located = not on_host(buffer), None
-    sampler, sample = steps.draw(buffer, state, key, batch_size, beta, read=is_read)
+    sampler, sample = steps.draw(buffer, state, key, batch_size, inputs, read=is_read)
     if _reads_plain_items(buffer):
         sample = steps.assemble(buffer, state, sample, key, read=False)
     elif not is_read:

@@ -17,7 +17,7 @@ from jrb._core import transforming
 from jrb._util import pytree
 from jrb._xla import dependencies, gather
 from jrb._xla.compiling import by_description, kept_by_description, standalone_program
-from jrb.keys import episode_changes
+from jrb.keys import episode_changes, leaves_at, path_name
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import (
     AnchorUpdate,
@@ -33,7 +33,7 @@ from jrb.types import (
     SlotsForLeaf,
     TransformContext,
 )
-from jrb.types.messages import PartState, put_rows
+from jrb.types.messages import Anchors, DrawInputs, PartState, SlotFacts, put_rows
 from jrb.types.sampler import missing_method
 
 
@@ -225,10 +225,10 @@ def can_write(buffer: Buffer, state: BufferState) -> jax.Array:
 
 @by_description("batch_size")
 def draw_inside(
-    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, beta: Any
+    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, inputs: DrawInputs
 ) -> tuple[BufferState, Sample]:
     """Draws inside another compiled function: writes to the new state wait for the reads."""
-    sampler, sample = draw(buffer, state, key, batch_size, beta)
+    sampler, sample = draw(buffer, state, key, batch_size, inputs)
     return wait(buffer, state.replace(sampler=sampler), sample), sample
 
 
@@ -237,7 +237,7 @@ def draw(
     state: BufferState,
     key: jax.Array,
     batch_size: int,
-    beta: Any,
+    inputs: DrawInputs,
     *,
     read: bool = True,
 ) -> tuple[PartState, Any]:
@@ -250,7 +250,7 @@ def draw(
     Returns:
         The sampler's state; and a `Sample`, or with `read=False` the `Draw` to `assemble` it from.
     """
-    sampler, chosen = choose(buffer, state, key, batch_size, beta)
+    sampler, chosen = choose(buffer, state, key, batch_size, inputs)
     if buffer.min_size is not None:
         enough = context_of(buffer, state.writer).held.size >= buffer.min_size
         sampler, chosen = mask_unless(enough, state.sampler, sampler, chosen)
@@ -260,19 +260,45 @@ def draw(
 
 
 def choose(
-    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, beta: Any
+    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, inputs: DrawInputs
 ) -> tuple[Any, Draw]:
     """Returns the sampler's state after a draw, and the anchors that it drew."""
-    anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
-    return buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, beta)
+    anchors = anchors_to_draw(buffer, state, inputs.context)
+    return buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, inputs.beta)
 
 
-def shard_stats(buffer: Buffer, state: BufferState) -> ShardStats | None:
+def anchors_to_draw(buffer: Buffer, state: BufferState, given: Any) -> Anchors:
+    """Returns the anchors, with the facts about all slots that the sampler reads."""
+    context, paths = context_of(buffer, state.writer), buffer.sampler.reads
+    anchors = buffer.unit.anchors(context, state.unit)
+    if paths is None:
+        return anchors
+    spec = buffer.storage.spec(state.storage)
+    names: set[str] = set()
+    for path in paths:
+        found = leaves_at(spec, path)
+        if not found:
+            raise ValueError(
+                f"{type(buffer.sampler).__name__}: leaves: expected paths in an item, which has "
+                f"the leaves {pytree.leaf_names(spec)}, got '{path_name(path)}'."
+            )
+        names |= found.keys()
+    # Read these leaves at all slots, and others nowhere.
+    slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    items = {}
+    if names:
+        where = lambda name: slots if name in names else slots[:0]
+        items = buffer.storage.read(context, state.storage, where)
+    leaves = {name: leaf for path in paths for name, leaf in leaves_at(items, path).items()}
+    age = context.held.after(context.ring, slots) if buffer.writer.is_chronological else None
+    return dataclasses.replace(anchors, facts=SlotFacts(leaves, age, given))
+
+
+def shard_stats(buffer: Buffer, state: BufferState, given: Any = None) -> ShardStats | None:
     """Returns the sampler's statistics for other shards; None if its draws use anchors up."""
     sampler = buffer.sampler
     if isinstance(sampler, ShardedSampler):
-        anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
-        return sampler.stats(buffer.ring, state.sampler, anchors)
+        return sampler.stats(buffer.ring, state.sampler, anchors_to_draw(buffer, state, given))
     if sampler.consumes and not sampler.prioritized:
         return None
     raise missing_method(sampler, "stats and exponent", "draw from shards", "ShardedSampler")

@@ -1,5 +1,6 @@
 """A sampler that draws an exact share of every batch with each of several samplers."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._util import checks, pytree, splitting
+from jrb.keys import Path
 from jrb.ring import Ring
 from jrb.sum_tree import SMALLEST
 from jrb.types import (
@@ -77,6 +79,9 @@ class Mixture(Sampler):
     row_by_row: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]
         lambda self: any(sampler.row_by_row for sampler in self.samplers)
     )
+    reads: ClassVar[tuple[Path, ...] | None] = property(  # pyright: ignore[reportAssignmentType]
+        lambda self: self._paths_read()
+    )
 
     def __new__(cls, samplers: Any = (), shares: Any = (), count_draws: bool = False) -> Any:
         """Makes an instance of the class that has the contracts of these samplers."""
@@ -105,6 +110,11 @@ class Mixture(Sampler):
                 f"samplers: expected none with count_draws=True, got {counting}. The mixture "
                 "counts the draws of all: Mixture(..., count_draws=True)."
             )
+
+    def _paths_read(self) -> tuple[Path, ...] | None:
+        """Returns the paths that any of the samplers reads; None if none needs facts."""
+        each = [sampler.reads for sampler in self.samplers if sampler.reads is not None]
+        return tuple(dict.fromkeys(itertools.chain(*each))) if each else None
 
     def init(self, ring: Ring) -> MixtureState:
         """Returns the states of all samplers."""

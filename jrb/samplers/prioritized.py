@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.core
@@ -248,34 +248,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         beta: jax.Array | float | None = None,
     ) -> tuple[PrioritizedState, Draw]:
         """Draws by the sum-tree; if no anchor has mass, the batch is masked."""
-        _, slots, mass, total = sum_tree.draw(state.masses, key, batch_size, self.stratified)
-        has_mass = total > 0
-        mask = jnp.broadcast_to(has_mass, (batch_size,))
-        # Equation 1: P(i) = m_i / M. Section 3.4: w_i = (N P(i))^-beta, over the largest of them:
-        # N and M cancel, which leaves (m_i / m)^-beta for the divisor m.
-        if self.normalize == "batch":
-            divisor = jnp.min(mass)
-        elif state.smallest is not None:
-            divisor = sum_tree.root(state.smallest)
-        else:
-            divisor = total / jnp.maximum(anchors.count, 1).astype(jnp.float32)
-        divisor = jnp.where(has_mass, divisor, 1.0)
-        # By logarithms: m_i / m may overflow float32 where masses differ by more than 1e38.
-        log_ratio = jnp.log(jnp.where(has_mass, mass, 1.0)) - jnp.log(divisor)
-        # At least 2^-126: a weight of 0 is for padding.
-        weights = jnp.maximum(jnp.exp(-self.exponent(beta) * log_ratio), sum_tree.SMALLEST)
-        # Without mass, leaves have no meaning.
-        slots = jnp.where(has_mass, slots, 0)
-        # Later writes wait for the read of the divisor.
-        if self.normalize == "buffer":
-            slots = slots + dependencies.zero_depending_on(divisor)
-        # Multiply by an inverse, as XLA may round a quotient in two ways.
-        inverse = 1 / jnp.where(has_mass, total, 1.0)
-        return state, Draw(
-            slots=slots,
-            probabilities=jnp.where(mask, mass * inverse, 0.0),
-            weights=jnp.where(mask, weights, 0.0),
-            mask=mask,
+        weighing = Weighing(self.exponent(beta), self.normalize, state.smallest)
+        return state, draw_by_mass(
+            state.masses, key, batch_size, anchors, weighing, stratified=self.stratified
         )
 
     def exponent(self, beta: jax.Array | float | None) -> jax.Array:
@@ -563,3 +538,57 @@ def _check_number(name: str, value: Any, alternative: str = "") -> None:
         raise ValueError(
             f"{name}: expected {alternative}a finite number of at least 0, got {value}."
         )
+
+
+class Weighing(NamedTuple):
+    """The options of importance weights.
+
+    Attributes:
+        exponent: beta, float32 `[]`.
+        normalize: as in `Prioritized`.
+        smallest: the tree of the smallest masses, for "buffer"; else None.
+    """
+
+    exponent: jax.Array
+    normalize: Literal["batch", "buffer"] | None
+    smallest: sum_tree.Tree | None = None
+
+
+def draw_by_mass(
+    tree: sum_tree.Tree,
+    key: jax.Array,
+    batch_size: int,
+    anchors: Anchors,
+    weighing: Weighing,
+    stratified: bool = False,
+) -> Draw:
+    """Draws slots in proportion to the masses in a tree; if none has mass, the batch is masked."""
+    _, slots, mass, total = sum_tree.draw(tree, key, batch_size, stratified)
+    has_mass = total > 0
+    mask = jnp.broadcast_to(has_mass, (batch_size,))
+    # Equation 1: P(i) = m_i / M. Section 3.4: w_i = (N P(i))^-beta, over the largest of them:
+    # N and M cancel, which leaves (m_i / m)^-beta for the divisor m.
+    if weighing.normalize == "batch":
+        divisor = jnp.min(mass)
+    elif weighing.smallest is not None:
+        divisor = sum_tree.root(weighing.smallest)
+    else:
+        divisor = total / jnp.maximum(anchors.count, 1).astype(jnp.float32)
+    divisor = jnp.where(has_mass, divisor, 1.0)
+    # By logarithms: m_i / m may overflow float32 where masses differ by more than 1e38.
+    log_ratio = jnp.log(jnp.where(has_mass, mass, 1.0)) - jnp.log(divisor)
+    # At least 2^-126: a weight of 0 is for padding.
+    weights = jnp.maximum(jnp.exp(-weighing.exponent * log_ratio), sum_tree.SMALLEST)
+    # Without mass, leaves have no meaning.
+    slots = jnp.where(has_mass, slots, 0)
+    # Later writes wait for the read of the divisor.
+    if weighing.normalize == "buffer":
+        slots = slots + dependencies.zero_depending_on(divisor)
+    # Multiply by an inverse, as XLA may round a quotient in two ways.
+    inverse = 1 / jnp.where(has_mass, total, 1.0)
+    return Draw(
+        slots=slots,
+        probabilities=jnp.where(mask, mass * inverse, 0.0),
+        weights=jnp.where(mask, weights, 0.0),
+        mask=mask,
+    )

@@ -24,6 +24,7 @@ from jrb._xla.compiling import with_unified_arguments
 from jrb.sharding.mesh import Cut, LocalShards, merge_shards
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Draw, ShardedSampler, ShardStats
+from jrb.types.messages import DrawInputs
 
 _LEAST, _MOST = 1e-36, 3e38  # of probabilities that are raised to a power, and of weights
 _TINY = float(np.finfo(np.float32).tiny)
@@ -130,7 +131,7 @@ def draw(
     returns: str,
     states: BufferState,
     key: jax.Array,
-    beta: jax.Array | None,
+    inputs: DrawInputs,
 ) -> Any:
     """Draws the parts of a batch that come from these shards.
 
@@ -145,18 +146,18 @@ def draw(
             for it alone.
         states: the states, arrays `[s, ...]`.
         key: the same for all shards.
-        beta: the exponent of the importance weights; None for the sampler's.
+        inputs: the exponent of the importance weights, and the context; the same for all shards.
     """
     # Choose anchors in each shard, with a key of its own that does not depend on the devices.
     keys = jax.vmap(lambda number: random_bits.fold_in(key, number))(shards.numbers)
-    choose = functools.partial(steps.choose, part, batch_size=batch_size, beta=beta)
+    choose = functools.partial(steps.choose, part, batch_size=batch_size, inputs=inputs)
     samplers, draws = jax.vmap(choose)(states, keys)  # draws have arrays [s, b]
     # Make each draw a part of one from all shards. Samplers that consume have no such numbers.
-    stats = jax.vmap(lambda state: steps.shard_stats(part, state))(states)
+    stats = jax.vmap(lambda state: steps.shard_stats(part, state, inputs.context))(states)
     if stats is not None:
         all_stats = shards.all_gather(stats)
         sampler: Any = part.sampler  # a ShardedSampler, as it has stats
-        draws = weigh_draws(sampler, draws, stats, all_stats, beta, shards)
+        draws = weigh_draws(sampler, draws, stats, all_stats, inputs.beta, shards)
         sync = lambda state, _: sampler.sync_shards(state, all_stats)
         samplers = jax.vmap(sync)(samplers, shards.numbers)  # its state may have no arrays
     # Mask everything if all shards together hold too few items.

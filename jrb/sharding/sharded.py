@@ -30,7 +30,7 @@ from jrb.sharding import joint, mesh
 from jrb.sharding.mesh import Cut, Cuts, Layout
 from jrb.state import BufferState, Memory, Sample, check_origin
 from jrb.types import Item, ShardedSampler
-from jrb.types.messages import Array, PRNGKey
+from jrb.types.messages import Array, DrawInputs, PRNGKey
 
 _run = explained(mesh.run)
 
@@ -243,9 +243,11 @@ class Sharded:
         key: PRNGKey,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
+        context: Any = None,
     ) -> Sample:
         """Samples a batch and leaves the state as it is; see `draw`."""
-        return self._draw(state, key, batch_size, beta, moves=False)[1]
+        inputs = DrawInputs(beta, context)
+        return self._draw(state, key, batch_size, inputs, moves=False)[1]
 
     @takes_state
     def draw(
@@ -254,6 +256,7 @@ class Sharded:
         key: PRNGKey,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
+        context: Any = None,
     ) -> tuple[Any, Sample]:
         """Samples a batch, and advances samplers that consume.
 
@@ -262,6 +265,8 @@ class Sharded:
             key: a PRNG key, the same for all shards. It is consumed.
             batch_size: B, a multiple of S; None for the buffer's.
             beta: the exponent of the weights, float `[]`, may be traced; None for the sampler's.
+            context: a pytree of arrays or numbers, may be traced, for samplers that take one, such
+                as `jrb.Weighted`; else None.
 
         Returns:
             The state; and the batch, cut over the axis: the part of shard 0, then that of shard 1,
@@ -271,21 +276,23 @@ class Sharded:
         Raises:
             ValueError: as for `ReplayBuffer.draw`.
         """
-        return self._draw(state, key, batch_size, beta)
+        return self._draw(state, key, batch_size, DrawInputs(beta, context))
 
     def _draw(
         self,
         state: BufferState,
         key: PRNGKey,
         batch_size: int | None,
-        beta: jax.Array | float | None,
+        inputs: DrawInputs,
         quiet: bool = False,
         moves: bool = True,
     ) -> tuple[Any, Sample]:
         """Does `draw`, or `sample` unless `moves`; if `quiet`, there may be nothing to draw."""
         # Outside `jit`, raise if there is nothing to draw.
         self._check_state(state)
-        count, beta = draw_arguments(self.batch_size, key, batch_size, beta)
+        count, inputs = draw_arguments(
+            [self.buffer.sampler], self.batch_size, key, batch_size, inputs
+        )
         self._check_divides("batch_size", count)
         in_program = self._is_in_program(state, key)
         if not (quiet or in_program):
@@ -300,7 +307,7 @@ class Sharded:
         returns = ("state" if in_program else "sampler") if moves else "sample"
         static = self.part, count // self.shards, self.buffer.min_size, self._origin, returns
         cuts, out = (0, None, None), (0, 0) if moves else 0
-        result = _run(self, self.layout, joint.draw, static, cuts, out, (state, key, beta))
+        result = _run(self, self.layout, joint.draw, static, cuts, out, (state, key, inputs))
         if not moves:
             return state, result
         after, batch = result

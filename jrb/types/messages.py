@@ -5,7 +5,7 @@ N capacity, E environments, B batch, T time.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +137,36 @@ class WritePlan:
         return self.after(dependencies.zero_after(array))
 
 
+class DrawInputs(NamedTuple):
+    """The arguments of a draw that may be traced.
+
+    Attributes:
+        beta: the exponent of importance weights, float `[]`; None for the sampler's own.
+        context: the pytree for a sampler that reads leaves, such as `jrb.Weighted`; or None.
+    """
+
+    beta: Any = None
+    context: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotFacts:
+    """The facts about the items in all slots, for samplers with `Sampler.reads`.
+
+    Entries of slots without an item have no meaning.
+
+    Attributes:
+        leaves: the leaves at `Sampler.reads`, arrays `[N, ...]` by name.
+        age: int32 `[N]`, the number of rows of its environment that are newer than a slot's; None
+            if the writer does not keep rows in the order of time.
+        context: the pytree that was passed to the draw; None if none was.
+    """
+
+    leaves: dict[str, jax.Array]
+    age: jax.Array | None
+    context: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Anchors:
     """The slots that a sampler may draw, which it finds by their ranks.
@@ -150,11 +180,13 @@ class Anchors:
             rank, float32 `[B]`. If a rank stands for several slots, such as an episode, the unit
             chooses one of them with the key. Otherwise the key is ignored and the probability is 1.
         all_held: True if the anchors are all slots that hold items, in the order of `Context.held`.
+        facts: the facts about all slots during a draw, if the sampler has `Sampler.reads`.
     """
 
     count: jax.Array
     nth: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     all_held: bool = False
+    facts: SlotFacts | None = None
 
     def uniform_draw(self, ranks: jax.Array, mask: jax.Array, key: jax.Array) -> "Draw":
         """Returns the draw of anchors that were chosen with equal probability.

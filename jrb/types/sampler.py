@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import jax
 
 from jrb._xla import dependencies
+from jrb.keys import Path
 from jrb.ring import Ring
 from jrb.types.messages import (
     Anchors,
@@ -37,11 +38,15 @@ class Sampler(abc.ABC):
             the number of earlier draws of each item, and `jrb.stats` summarizes the draws of all
             items. `draw` counts, `sample` does not; an item that is in a batch twice counts twice;
             a new item starts at 0.
+        reads: the paths of leaves whose values in all slots a draw needs, in `Anchors.facts`; None
+            for a sampler that needs no facts. Items must then be on the device, and `sample` and
+            `draw` take a `context`.
     """
 
     consumes: ClassVar[bool] = False
     prioritized: ClassVar[bool] = False
     row_by_row: ClassVar[bool] = False
+    reads: ClassVar[tuple[Path, ...] | None] = None
     count_draws: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:

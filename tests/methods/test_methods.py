@@ -17,6 +17,7 @@ from tests.methods import programs
 from tests.methods.model import Model
 from tests.methods.programs import EXAMPLE, STEPS
 from tests.methods.units import RULES
+from tests.samplers import weights
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +29,7 @@ LANES, FULL = jrb.PerEnvironment(), jrb.BlockWhenFull()
 BEST = jrb.MaxValue(("next", "reward"))
 COUNTED = jrb.Prioritized(count_draws=True)
 HELD = jrb.Prioritized(new_priority="largest_held")
+EVERY = jrb.Weighted(weights.every, leaves=(("next", "reward"),))
 UNSHUFFLED = jrb.WithoutReplacement(shuffle=False, uses=2)
 
 
@@ -78,6 +80,10 @@ CASES = [
     Case("strict n-step", HELD, LANES),
     Case("windows", HELD, storage=ONCE),
     Case("whole episodes", HELD),
+    Case("strict n-step", EVERY),
+    Case("whole episodes", EVERY, storage=ONCE),
+    Case("transition", EVERY, BEST),
+    Case("windows", EVERY, LANES),
 ]
 
 
@@ -137,7 +143,8 @@ def paused(buffer, states, what, chosen, path):
     """Returns the states after a save and load of all, or after a rebuild of the chosen ones."""
     if what == "save":
         jrb.save(path, buffer, states)
-        holds_code = isinstance(buffer.unit, jrb.Hindsight)  # a checkpoint stores no functions
+        # A checkpoint stores no functions.
+        holds_code = isinstance(buffer.unit, jrb.Hindsight) or buffer.sampler.reads is not None
         found, states = jrb.load(path, buffer=buffer if holds_code else None)
         assert found == buffer
         return states
