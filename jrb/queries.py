@@ -235,7 +235,7 @@ class Condition:
     def holds(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """Returns for which episodes the condition holds, bool `[K]`; `read` returns a fact."""
         try:
-            with np.errstate(all="ignore"):  # what is divided by zero is infinite or NaN
+            with np.errstate(all="ignore"):  # a number divided by zero is infinite or NaN
                 flags = np.asarray(self._evaluate(self.tree, read))
         except TypeError as error:  # such as a comparison of a number with a string
             raise self._error("values of kinds that do not go together") from error

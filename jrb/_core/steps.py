@@ -276,13 +276,13 @@ def anchors_to_draw(buffer: Buffer, state: BufferState, given: Any) -> Anchors:
     spec = buffer.storage.spec(state.storage)
     names: set[str] = set()
     for path in paths:
-        found = leaves_at(spec, path)
-        if not found:
+        leaves_of_path = leaves_at(spec, path)
+        if not leaves_of_path:
             raise ValueError(
                 f"{type(buffer.sampler).__name__}: leaves: expected paths in an item, which has "
                 f"the leaves {pytree.leaf_names(spec)}, got '{path_name(path)}'."
             )
-        names |= found.keys()
+        names |= leaves_of_path.keys()
     # Read these leaves at all slots, and others nowhere.
     slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
     items = {}
@@ -298,7 +298,8 @@ def shard_stats(buffer: Buffer, state: BufferState, given: Any = None) -> ShardS
     """Returns the sampler's statistics for other shards; None if its draws use anchors up."""
     sampler = buffer.sampler
     if isinstance(sampler, ShardedSampler):
-        return sampler.stats(buffer.ring, state.sampler, anchors_to_draw(buffer, state, given))
+        anchors = anchors_to_draw(buffer, state, given)
+        return sampler.stats(buffer.ring, state.sampler, anchors)
     if sampler.consumes and not sampler.prioritized:
         return None
     raise missing_method(sampler, "stats and exponent", "draw from shards", "ShardedSampler")

@@ -201,10 +201,10 @@ class BlockStore:
     @classmethod
     def open_to_read(cls, path: str, number: int | None = None) -> "BlockStore":
         """Opens a generation, the newest one by default; it does not expire before `close`."""
-        opened = commits.open_generation(path, number)
-        store = cls(opened.folder)
-        store._opened = opened
-        store._load_arrays(opened.generation)
+        reader = commits.open_generation(path, number)
+        store = cls(reader.folder)
+        store._opened = reader
+        store._load_arrays(reader.generation)
         return store
 
     @classmethod
@@ -511,8 +511,9 @@ class BlockStore:
                 for name, (spec, *texts) in (others or {}).items():
                     data, hashes[name] = map(base64.b85decode, texts)
                     tables[name] = Table.from_bytes(ArraySpec(**spec), data)
-                known = {HASHES + name: SmallArray([], it) for name, it in hashes.items() if it}
-                small = small | known
+                small = small | {
+                    HASHES + name: SmallArray([], it) for name, it in hashes.items() if it
+                }
                 identity = commits.write_generation(
                     self.folder, Generation(number, meta, small, tables)
                 )

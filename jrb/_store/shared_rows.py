@@ -249,7 +249,7 @@ class SharedRows:
             return self.version
 
     def _overwritten(self, version: int, slots: np.ndarray) -> LastWrite:
-        """Returns what is needed to take back a write that comes next."""
+        """Returns the facts by which the next write can be undone."""
         num_bytes = len(slots) * sum(array.spec.width for array in self._arrays)
         is_new = slots.item(slots.argmin()) >= self._first_unwritten
         is_kept = is_new or num_bytes <= _MOST_KEPT

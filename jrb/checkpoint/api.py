@@ -307,7 +307,7 @@ class _Options(TypedDict, total=False):
 D = TypeVar("D", bound=dict[str, Any] | tuple[Any, ...])
 
 
-# Without a description, type checkers are told of a single buffer, as most checkpoints have one.
+# Without a description, type checkers assume a single buffer, as most checkpoints have one.
 @overload
 def load(
     path: Path, buffer: ReplayBuffer | None = None, *, extra: None = None, **how: Unpack[_Options]

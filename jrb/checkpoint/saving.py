@@ -180,7 +180,7 @@ def encode_items(saved: Snapshot, encode: Hook) -> tuple[dict[str, Any], Source]
             encode_blocks(start, target)
         return target
 
-    # With another form or other items, the array is another one, which is written anew.
+    # With another form or other items, it is another array, all of whose blocks are written.
     kind = ["uint8", str([num_rows, width]), form, descriptions.encode_structure(saved.spec)]
     label = "the encoded items"
     return form, Source(kind, label, num_rows, width, read, reach, hash_blocks, None, block)

@@ -1,4 +1,4 @@
-"""Draws in proportion to a function of what is stored: staleness, recency, curricula."""
+"""Draws in proportion to a function of stored leaves: staleness, recency, curricula."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
@@ -30,13 +30,13 @@ class WeightedState(DrawCounts):
 
 @pytree.component
 class Weighted(ShardedSampler):
-    """Draws each anchor in proportion to its weight, which a function computes anew at each draw.
+    """Draws each anchor in proportion to its weight, which a function computes at each draw.
 
-    Use it where weights follow from what is stored and change with time: a limit on the staleness
+    Use it where weights follow from stored leaves and change with time: a limit on the staleness
     of data that other versions of a policy have collected, recency, curricula. A draw costs O(N),
     in one pass. An anchor of weight 0 is never drawn; if all have weight 0, there is nothing to
     draw: the batch is masked, and outside `jit` a draw raises. Weights that are negative, infinite
-    or NaN count as 0. Items must be on the device, in one copy (`jrb.DeviceStorage`).
+    or NaN count as 0. Items must be on the device, as in `jrb.DeviceStorage`.
 
     Importance weights are (n P(i))^-beta over n anchors; with the default beta of 0 they are 1.
 
