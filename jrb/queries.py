@@ -162,7 +162,7 @@ def _check_fact(facts: Facts, name: str, method: str) -> None:
     if name not in facts:
         raise ValueError(
             f"{method}: expected a fact that is known of these episodes, one of {sorted(facts)}, "
-            f"got '{name}'."
+            f"got '{name}'{', of episodes without rewards' if name == 'return' else ''}."
         )
 
 

@@ -25,8 +25,8 @@ from jax import lax
 from jrb._util import pytree
 from jrb._util.pytree import DType, PyTree
 from jrb._xla import gather
-from jrb.keys import Keys, path_name, within
-from jrb.types import AuxRead, Item, SlotsForLeaf, WritePlan
+from jrb.keys import path_name, within
+from jrb.types import AuxRead, Context, Item, SlotsForLeaf, WritePlan
 from jrb.types.messages import PartState, put_rows
 
 # The largest leaf of an item that is packed.
@@ -369,12 +369,14 @@ class PackedLeaves(pytree.State):
         return getattr(self.leaves, name)
 
 
-def zeros(count: int, spec: Item, keys: Keys, order: RowOrder) -> Any:
+def zeros(count: int, spec: Item, context: Context, order: RowOrder) -> Any:
     """Returns arrays of zeros for `count` items; a plain pytree of columns if no leaf is packed."""
     leaves, names = jax.tree.leaves(spec), pytree.unique_names(spec)
     # Group the indices of leaves that are packed by the dtype of their words.
     groups: dict[str, list[int]] = {}
+    keys = context.keys
     roles = (keys.reward, keys.done, keys.terminated, keys.truncated, keys.episode)
+    roles += context.read_alone
     for number, (name, leaf) in enumerate(zip(pytree.leaf_names(spec), leaves, strict=True)):
         is_read_alone = any(role is not None and within(name, path_name(role)) for role in roles)
         if is_read_alone or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):

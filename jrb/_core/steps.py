@@ -40,7 +40,8 @@ from jrb.types.sampler import missing_method
 def context_of(buffer: Buffer, writer: PartState) -> Context:
     """Returns the `Context` of a buffer whose writer has this state."""
     held = buffer.writer.held(buffer.ring, writer)
-    return Context(buffer.ring, buffer.keys, held, _reads_windows(buffer.unit))
+    read_alone = buffer.sampler.reads or ()
+    return Context(buffer.ring, buffer.keys, held, _reads_windows(buffer.unit), read_alone)
 
 
 # Cached, as units of users may compute `row_steps`, and each step needs a context.

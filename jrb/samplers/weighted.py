@@ -58,7 +58,7 @@ class Weighted(ShardedSampler):
         >>> import jax, jax.numpy as jnp, jrb
         >>> def fresh(leaves, age, version):
         ...     staleness = version - leaves["version"]
-        ...     return jnp.where(staleness <= 2, 0.5**staleness, 0.0)
+        ...     return jnp.where(staleness <= 2, jnp.exp2(-staleness.astype(float)), 0.0)
         >>> sampler = jrb.Weighted(fresh, leaves=("version",))
         >>> buffer = jrb.ReplayBuffer(8, batch_size=4, sampler=sampler)
         >>> state = buffer.extend(buffer.init({"version": 0}), {"version": jnp.arange(8)})

@@ -88,7 +88,7 @@ class DeviceStorage(Storage):
             # same.
             in_runs = context.reads_windows and ring.envs > 1
             order = packed.RowOrder(ring.envs if in_runs else None)
-            return packed.zeros(ring.capacity, spec, context.keys, order)
+            return packed.zeros(ring.capacity, spec, context, order)
         count = self.terminal_capacity
         if count is None:
             count = max(ring.capacity // 32, ring.envs)

@@ -14,7 +14,7 @@ from jax import lax
 
 from jrb._util import pytree
 from jrb._xla import compiling, dependencies
-from jrb.keys import Keys, ends_of
+from jrb.keys import Keys, Path, ends_of
 from jrb.ring import Clock, Occupancy, Ring
 
 
@@ -45,12 +45,14 @@ class Context:
         keys: the paths of the reward, the done flags, ... in an item.
         held: the slots that hold items; during a write, the slots that held items before it.
         reads_windows: True if the unit reads several consecutive rows of one environment.
+        read_alone: the paths of leaves that are read at all slots, without other leaves.
     """
 
     ring: Ring
     keys: Keys
     held: Occupancy
     reads_windows: bool = False
+    read_alone: tuple[Path, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
