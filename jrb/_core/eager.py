@@ -18,6 +18,7 @@ from jrb._core import debugging, editing, host_calls, steps, transforming
 from jrb._core.lengths import lengths_of
 from jrb._core.validate import (
     blank,
+    check,
     check_kind,
     check_state,
     compiled_blank,
@@ -30,7 +31,7 @@ from jrb._core.validate import (
 )
 from jrb._util import pytree
 from jrb._util.pytree import SpecKey
-from jrb._xla.compiling import kept_by_description, per_description
+from jrb._xla.compiling import kept_by_description, per_description, standalone_program
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import Item, PrioritizedSampler, TransformContext
 from jrb.types.messages import DrawInputs, PartState
@@ -262,15 +263,32 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
         fixed = dataclasses.replace(buffer, transforms=buffer.transforms[:inside])
     if on_host(buffer):
         return inside, host_calls.draw_program(fixed)
-    compiled = host_calls.draw_compiled(fixed)
+    compiled = _draw_compiled(fixed)
 
     def draw_on_device(
         state: Any, key: Any, inputs: DrawInputs, options: dict, is_drawn: Any
     ) -> Any:
-        sampler, sample, _ = compiled(state, key, inputs, **options)
-        return (sampler, sample) if is_drawn(sample.mask) else None
+        drawn = compiled(state, key, inputs, **options)
+        return drawn if is_drawn(drawn[1].mask) else None
 
     return inside, draw_on_device
+
+
+@per_description("batch_size", "moves")
+@standalone_program
+def _draw_compiled(
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    inputs: DrawInputs,
+    batch_size: int,
+    moves: bool,
+) -> tuple[Any, Sample]:
+    """Draws outside `jit`. The state is checked while this is traced, not at each call."""
+    check(buffer, state)
+    sampler, sample = steps.draw(buffer, state, key, batch_size, inputs)
+    # A compiled function copies what it returns, so the sampler is returned only if it moves.
+    return sampler if moves else None, sample
 
 
 @explained

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import editing, steps
-from jrb._core.validate import check, for_device, is_tracer, on_host
+from jrb._core.validate import check, for_device, is_tracer
 from jrb._xla import compat
 from jrb._xla.callbacks import to_device
 from jrb._xla.compiling import by_description, per_description, standalone_program
@@ -91,7 +91,7 @@ def _plan_slots(
 def draw_program(buffer: Buffer) -> Callable[..., Any]:
     """Returns a function that draws; its result is None if some of the arguments are traced."""
     storage, is_plain = buffer.storage, _reads_plain_items(buffer)
-    choose, assemble = draw_compiled(buffer), _assemble_compiled(buffer)
+    choose, assemble = _choose_compiled(buffer), _assemble_compiled(buffer)
 
     def draw_from_host(
         state: Any, key: Any, inputs: DrawInputs, options: dict, is_drawn: Any
@@ -122,12 +122,12 @@ def _reads_plain_items(buffer: Buffer) -> bool:
     They are read at the slots of the anchors, and need no second program.
     """
     is_plain = buffer.unit.one_row and not buffer.transforms
-    return on_host(buffer) and is_plain and not buffer.storage.assembles
+    return is_plain and not buffer.storage.assembles
 
 
 @per_description("batch_size", "moves")
 @standalone_program
-def draw_compiled(
+def _choose_compiled(
     buffer: Buffer,
     state: BufferState,
     key: jax.Array,
@@ -135,22 +135,18 @@ def draw_compiled(
     batch_size: int,
     moves: bool,
 ) -> tuple[Any, Any, Any]:
-    """Draws outside `jit`. The state is checked while this is traced, not at each call.
+    """Runs the part of a draw that comes before items are read on the host.
 
     Returns:
-        The sampler's state, or None unless it `moves`, as a compiled function copies what it
-        returns; the sample; and None. If items are on the host, the sample has no data; or, unless
-        they are sampled as they are stored, it is the `Draw` that it is assembled from, and the
-        third result is where the host reads.
+        The sampler's state, or None unless it `moves`; the `Draw`, or the sample without its data
+        if items are sampled as they are stored; and where the host reads, or None for the anchors.
     """
     check(buffer, state)
-    is_read, located = not on_host(buffer), None
-    sampler, sample = steps.draw(buffer, state, key, batch_size, inputs, read=is_read)
+    sampler, chosen = steps.draw(buffer, state, key, batch_size, inputs, read=False)
+    sampler = sampler if moves else None
     if _reads_plain_items(buffer):
-        sample = steps.assemble(buffer, state, sample, key, read=False)
-    elif not is_read:
-        located = steps.locate(buffer, state, sample, key)
-    return sampler if moves else None, sample, located
+        return sampler, steps.assemble(buffer, state, chosen, key, read=False), None
+    return sampler, chosen, steps.locate(buffer, state, chosen, key)
 
 
 _assemble_compiled = per_description()(standalone_program(steps.assemble))
