@@ -195,6 +195,8 @@ _NODES = (
     *(ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Compare),
     *(ast.Name, ast.Load, ast.Constant, *_OPERATORS),
 )
+_RETURN = "__return__"
+"""The name of the fact `return` in the tree, as Python reads that word as a statement."""
 _LONGEST = 1000
 """The most characters of a condition, as its parser recurses."""
 
@@ -218,8 +220,8 @@ class Condition:
     @functools.cached_property
     def tree(self) -> ast.expr:
         """The tree of the expression."""
-        # `return` is a word of Python's own; a string may have it.
-        rename = lambda match: match[1] or "return_"
+        # Strings keep the word.
+        rename = lambda match: match[1] or _RETURN
         text = re.sub(r"""("[^"]*"|'[^']*')|\breturn\b""", rename, self.text.strip())
         try:
             return ast.parse(text, mode="eval").body
@@ -230,7 +232,7 @@ class Condition:
     def names(self) -> list[str]:
         """The names of the facts in the condition."""
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Name)]
-        return sorted({node.id.removesuffix("_") for node in nodes})
+        return sorted({_fact_of(node) for node in nodes})
 
     def holds(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """Returns for which episodes the condition holds, bool `[K]`; `read` returns a fact."""
@@ -248,7 +250,7 @@ class Condition:
         match node:
             case ast.Constant() | ast.Name():
                 is_name = isinstance(node, ast.Name)
-                value = np.asarray(read(node.id.removesuffix("_")) if is_name else node.value)
+                value = np.asarray(read(_fact_of(node)) if is_name else node.value)
                 return value.astype(np.float64) if value.dtype.kind in "iuf" else value
             case ast.UnaryOp(op=op, operand=part):
                 value = self._evaluate(part, read)
@@ -273,3 +275,7 @@ class Condition:
             f"condition: expected comparisons of facts about an episode, such as 'return > 100 and "
             f"length < 500', got {got} in {self.text[:100]!r}."
         )
+
+
+def _fact_of(name: ast.Name) -> str:
+    return "return" if name.id == _RETURN else name.id

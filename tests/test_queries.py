@@ -233,6 +233,14 @@ def test_words_in_strings_are_kept():
     assert len(found.where("'return' != \"return\"")) == 0
 
 
+def test_names_of_facts_are_taken_as_they_are():
+    buffer, state, _ = filled(4)
+    for text in ("length_ > 1", "return_ > 1", "__return > 1"):
+        name = text.split(" ", maxsplit=1)[0]
+        with pytest.raises(ValueError, match=f"got '{name}'"):
+            jrb.episodes(buffer, state).where(text)
+
+
 def test_items_without_rewards_and_with_several():
     example = {"x": jnp.zeros(2), "next": {"done": False}}
     buffer = jrb.ReplayBuffer(4)

@@ -268,8 +268,11 @@ def choose(
     return buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, inputs.beta)
 
 
-def anchors_to_draw(buffer: Buffer, state: BufferState, given: Any) -> Anchors:
-    """Returns the anchors, with the facts about all slots that the sampler reads."""
+def anchors_to_draw(buffer: Buffer, state: BufferState, user_context: Any) -> Anchors:
+    """Returns the anchors, with the facts about all slots that the sampler reads.
+
+    `user_context` is what was passed to the draw as `context`.
+    """
     context, paths = context_of(buffer, state.writer), buffer.sampler.reads
     anchors = buffer.unit.anchors(context, state.unit)
     if paths is None:
@@ -292,14 +295,14 @@ def anchors_to_draw(buffer: Buffer, state: BufferState, given: Any) -> Anchors:
         items = buffer.storage.read(context, state.storage, where)
     leaves = {name: leaf for path in paths for name, leaf in leaves_at(items, path).items()}
     age = context.held.after(context.ring, slots) if buffer.writer.is_chronological else None
-    return dataclasses.replace(anchors, facts=SlotFacts(leaves, age, given))
+    return dataclasses.replace(anchors, facts=SlotFacts(leaves, age, user_context))
 
 
-def shard_stats(buffer: Buffer, state: BufferState, given: Any = None) -> ShardStats | None:
+def shard_stats(buffer: Buffer, state: BufferState, user_context: Any = None) -> ShardStats | None:
     """Returns the sampler's statistics for other shards; None if its draws use anchors up."""
     sampler = buffer.sampler
     if isinstance(sampler, ShardedSampler):
-        anchors = anchors_to_draw(buffer, state, given)
+        anchors = anchors_to_draw(buffer, state, user_context)
         return sampler.stats(buffer.ring, state.sampler, anchors)
     if sampler.consumes and not sampler.prioritized:
         return None
