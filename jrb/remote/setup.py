@@ -148,9 +148,10 @@ def check_limits(setup: Setup, limits: SampleToInsert | None) -> tuple[int, str]
     if limits is not None:
         needs = max(needs, (limits.min_size, "min_size of the limits"))
         gate.check_sizes(limits, needs, buffer.num_envs or 1, batch_size)
-        if isinstance(sampler, Queue | Lifo) and limits.ratio > 1:
+        most = 1 / sampler.stride if isinstance(sampler, Queue) else 1
+        if isinstance(sampler, Queue | Lifo) and limits.ratio > most:
             raise ValueError(
-                f"limits: expected a ratio of at most 1 with {sampler!r}, which draws each item "
+                f"limits: expected a ratio of at most {most:g} with {sampler!r}, which draws each item "
                 f"once, got {limits.ratio:g}: both sides would wait for each other."
             )
     return needs

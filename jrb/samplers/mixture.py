@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._util import checks, pytree, splitting
+from jrb._xla import random_bits
 from jrb.keys import Path
 from jrb.ring import Ring
 from jrb.sum_tree import SMALLEST
@@ -38,7 +39,9 @@ class Mixture(Sampler):
     Use it to draw recent experience together with all experience, or new items together with items
     by priority. `Sample.info["sampler"]`, int32 `[B]`, is the index in `samplers` of the sampler
     that drew each entry. Shares of B are rounded by largest remainders, and samplers take turns
-    within the batch, so that each part of it has nearly the same shares.
+    within the batch, so that each part of it has nearly the same shares. With `fill=True`, the last
+    sampler also draws the entries for which the others have nothing left: with shares (1.0, 0.0), a
+    queue comes first, and the rest of the batch is uniform.
 
     `Sample.probabilities` are those of the sampler that drew the entry. Importance weights are (N
     P(i))^-beta for samplers with priorities and 1 for others; they are divided by the largest in
@@ -55,6 +58,7 @@ class Mixture(Sampler):
         samplers: two or more samplers, none of which counts its draws.
         shares: the share of each sampler in a batch, at least 0; they add up to 1.
         count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
+        fill: if True, the last sampler draws what others leave masked. It must not consume.
 
     Reference: Hafner et al., 2023, "Mastering diverse domains through world models", for the queue
     of new data beside uniform replay.
@@ -73,6 +77,7 @@ class Mixture(Sampler):
     samplers: tuple[Sampler, ...]
     shares: tuple[float, ...]
     count_draws: bool = False
+    fill: bool = False
     consumes: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]
         lambda self: any(sampler.consumes for sampler in self.samplers)
     )
@@ -83,7 +88,9 @@ class Mixture(Sampler):
         lambda self: self._paths_read()
     )
 
-    def __new__(cls, samplers: Any = (), shares: Any = (), count_draws: bool = False) -> Any:
+    def __new__(
+        cls, samplers: Any = (), shares: Any = (), count_draws: bool = False, fill: bool = False
+    ) -> Any:
         """Makes an instance of the class that has the contracts of these samplers."""
         return object.__new__(_choose_class(samplers) if cls is Mixture else cls)
 
@@ -104,6 +111,12 @@ class Mixture(Sampler):
             raise TypeError(f"shares: expected a tuple of numbers, got {self.shares!r}.")
         splitting.check("shares", self.shares, len(self.samplers), "sampler")
         checks.flag("count_draws", self.count_draws)
+        checks.flag("fill", self.fill)
+        if self.fill and self.samplers[-1].consumes:
+            raise ValueError(
+                f"fill: expected a last sampler that does not consume, got {self.samplers[-1]!r}. "
+                "Put the sampler that fills the batch last."
+            )
         counting = [type(one).__name__ for one in self.samplers if one.count_draws]
         if counting:
             raise ValueError(
@@ -138,9 +151,12 @@ class Mixture(Sampler):
         """Draws each sampler's share, with a separate key."""
         # Largest remainders round up: the numbers are known while tracing, so shapes are fixed.
         counts = splitting.counts(np, np.asarray(self.shares, np.float64), batch_size)
-        keys, states, draws = jax.random.split(key, len(self.samplers)), list(state.states), []
+        keys = jax.random.split(key, len(self.samplers) + self.fill)
+        states, draws = list(state.states), []
+        last = len(self.samplers) - 1
         for number, sampler in enumerate(self.samplers):
-            if not (count := int(counts[number])):
+            count = batch_size if self.fill and number == last else int(counts[number])
+            if not count:
                 continue
             states[number], drawn = sampler.draw(
                 ring, states[number], anchors, keys[number], count, beta
@@ -157,15 +173,28 @@ class Mixture(Sampler):
         source = np.repeat(np.arange(len(self.samplers), dtype=np.int32), counts)
         order = splitting.alternate_sources(np, source, len(self.samplers))
         drawn = jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[order], *draws)
-        drawn = self._divide_weights(drawn.replace(sampler=jnp.asarray(source[order])))
-        return state.replace(states=tuple(states)), drawn
+        drawn = drawn.replace(sampler=jnp.asarray(source[order]))
+        drawn = self._fill_batch(keys[-1], drawn, draws[-1]) if self.fill else drawn
+        return state.replace(states=tuple(states)), self._divide_weights(drawn)
+
+    def _fill_batch(self, key: jax.Array, drawn: Draw, others: Draw) -> Draw:
+        """Returns the batch with entries of the last sampler, `others`, where it has none."""
+        # In a random order, as stratified draws ascend, and only some of them are taken.
+        (batch_size,), last = drawn.mask.shape, len(self.samplers) - 1
+        at = jnp.arange(batch_size, dtype=jnp.int32)
+        at = random_bits.permute(random_bits.seed(key), jnp.int32(batch_size), at)
+        others = others.replace(sampler=jnp.full_like(at, last))
+        is_filled = (drawn.sampler == last) | ~drawn.mask
+        return jax.tree.map(lambda a, b: jnp.where(is_filled, b[at], a), drawn, others)
 
     def _divide_weights(self, drawn: Draw) -> Draw:
         """Returns the draw with its weights divided by one number; as it is without priorities."""
         return drawn
 
     def ready(self, state: MixtureState, anchors: Anchors, batch_size: int | None) -> jax.Array:
-        """Returns True if all samplers that have a share of the batch are ready."""
+        """Returns True if all samplers with a share of the batch are ready, or the one that fills."""
+        if self.fill:
+            return self.samplers[-1].ready(state.states[-1], anchors, batch_size)
         # Of a batch of unknown size, every sampler with a share may draw a part.
         values = np.asarray(self.shares, np.float64)
         counts = values > 0 if batch_size is None else splitting.counts(np, values, batch_size)

@@ -22,8 +22,13 @@ class OnceInOrder(OrderedSampler):
     @abc.abstractmethod
     def take(
         self, ring: Ring, state: PartState, anchors: Anchors, batch_size: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the ranks of the next B anchors, and how many of them there are, int32 `[]`."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the next B anchors to draw.
+
+        Returns:
+            Their ranks, int32 `[B]`; False where none is left, bool `[B]`; and the number of
+            anchors by which `count` decreases, int32 `[]`.
+        """
 
     def draw(
         self,
@@ -35,9 +40,8 @@ class OnceInOrder(OrderedSampler):
         beta: jax.Array | float | None = None,
     ) -> tuple[Any, Draw]:
         """Draws the next B anchors; if fewer remain, the end of the batch is masked."""
-        ranks, num_taken = self.take(ring, state, anchors, batch_size)
+        ranks, mask, num_taken = self.take(ring, state, anchors, batch_size)
         # Entries beyond the anchors that remain repeat rank 0, and are masked.
-        mask = jnp.arange(batch_size, dtype=jnp.int32) < state.count
         after = state.replace(count=state.count - num_taken)
         return after, anchors.uniform_draw(jnp.where(mask, ranks, 0), mask, key)
 
@@ -53,10 +57,28 @@ class QueueState(DrawCounts):
     """The length of a queue.
 
     Attributes:
-        count: int32 `[]`, the number of anchors not drawn yet, which are always the newest.
+        count: int32 `[]`, the number of anchors from the queue's head on, always the newest; with a
+            stride, those that are passed over included.
+        rows: int32 `[]`, the number of rows that entered so far, modulo the stride; None without.
+        rule: the stride and the number of environments; not an array; None without a stride.
     """
 
     count: jax.Array = pytree.tally()
+    rows: jax.Array | None = pytree.tally()
+    rule: tuple[int, int] | None = pytree.static(default=None)
+
+    def offsets(self, batch_size: int) -> jax.Array:
+        """Returns the distance of the next B anchors from the head; `count` or more if none."""
+        step = jnp.arange(batch_size, dtype=jnp.int32)
+        if self.rows is None or self.rule is None:
+            return step
+        # Anchors enter row by row. Of a period of `stride` rows, the first row is drawn.
+        stride, envs = self.rule
+        start = (self.rows * envs - self.count) % (stride * envs)  # the head within its period
+        number = jnp.minimum(start, envs) + step
+        # No more periods than there are in the queue, as larger numbers could overflow.
+        periods = jnp.minimum(number // envs, self.count // (stride * envs) + 2)
+        return periods * (stride * envs) + number % envs - start
 
 
 @pytree.component
@@ -69,6 +91,10 @@ class Queue(OnceInOrder):
 
     Attributes:
         count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
+        stride: only the rows 0, stride, 2 * stride, ... are drawn, counted from the first row that
+            was stored; other rows are passed over. With `Sequence(L, cross_episodes=True)` and a
+            stride of L, windows follow each other without overlap. Above 1 it needs a unit of which
+            every row is an anchor (`jrb.types.Unit.anchors_are_rows`).
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -81,10 +107,26 @@ class Queue(OnceInOrder):
     """
 
     count_draws: bool = False
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.count("stride", self.stride, 2**15)
+
+    def check(self, ring: Ring, unit: Any) -> None:
+        """Raises ValueError if a stride counts rows, and anchors are not rows."""
+        if self.stride > 1 and not unit.anchors_are_rows:
+            raise ValueError(
+                f"Queue: stride={self.stride}: expected a unit of which every row is an anchor, got "
+                f"{unit}. Use Sequence(..., cross_episodes=True) without a stride, or the stride "
+                "of Sequence."
+            )
 
     def init(self, ring: Ring) -> QueueState:
         """Returns an empty queue."""
-        return QueueState(count=jnp.zeros((), jnp.int32))
+        zero, has_stride = jnp.zeros((), jnp.int32), self.stride > 1
+        rule = (self.stride, ring.envs) if has_stride else None
+        return QueueState(count=zero, rows=zero if has_stride else None, rule=rule)
 
     def on_write(
         self, ring: Ring, state: QueueState, change: AnchorUpdate, anchors: Anchors
@@ -94,19 +136,28 @@ class Queue(OnceInOrder):
         before = anchors.count + change.departed_count - change.entered_count
         lost = change.departed_from(jnp.maximum(before - state.count, 0))
         pending = state.count + change.entered_count - lost
+        if state.rows is not None:
+            rows = state.rows + change.entered_count // ring.envs
+            state = state.replace(rows=rows % self.stride)
         return state.replace(count=jnp.clip(pending, 0, anchors.count))
 
     def take(
         self, ring: Ring, state: QueueState, anchors: Anchors, batch_size: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the ranks of the B anchors at the head of the queue, its oldest."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the B anchors at the head of the queue, its oldest."""
         # The queue is the newest `count` anchors: its head has the rank of the first of them.
-        ranks = anchors.count - state.count + jnp.arange(batch_size, dtype=jnp.int32)
-        return ranks, jnp.minimum(state.count, batch_size)
+        offsets = state.offsets(batch_size)
+        is_pending = offsets < state.count
+        num_taken = jnp.max(jnp.where(is_pending, offsets + 1, 0))
+        return anchors.count - state.count + offsets, is_pending, num_taken
+
+    def ready(self, state: QueueState, anchors: Anchors, batch_size: int | None) -> jax.Array:
+        """Returns True if there is an anchor that was not drawn yet."""
+        return state.count > state.offsets(1)[0]
 
     def num_pending(self, state: QueueState, anchors: Anchors) -> jax.Array:
-        """Returns the length of the queue."""
-        return state.count
+        """Returns the length of the queue, from the first anchor on that will be drawn."""
+        return jnp.maximum(state.count - state.offsets(1)[0], 0)
 
     def rebuild_index(
         self, ring: Ring, state: QueueState, entered: jax.Array, old: Anchors, new: Anchors
@@ -118,7 +169,9 @@ class Queue(OnceInOrder):
         self, state: QueueState, old: QueueState, slots: jax.Array, new_slots: jax.Array
     ) -> QueueState:
         """Removes as many anchors as were drawn from the other buffer's queue."""
-        return state.replace(count=jnp.minimum(state.count, old.count))
+        # The newest row is the same in both, and with an equal stride its number too.
+        rows = state.rows if old.rule is None or state.rule != old.rule else old.rows
+        return state.replace(count=jnp.minimum(state.count, old.count), rows=rows)
 
 
 class LifoState(DrawCounts):
@@ -221,13 +274,13 @@ class Lifo(OnceInOrder):
 
     def take(
         self, ring: Ring, state: LifoState, anchors: Anchors, batch_size: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the ranks of the B anchors on top of the stack."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the B anchors on top of the stack."""
         depth = jnp.arange(batch_size, dtype=jnp.int32)
         numbers = state.read(ring, jnp.maximum(state.count - 1 - depth, 0))
         # The next write is at `count`: it waits for this read.
         num_taken = jnp.minimum(state.count, batch_size) + dependencies.zero_depending_on(numbers)
-        return state.ranks(anchors.count, numbers), num_taken
+        return state.ranks(anchors.count, numbers), depth < state.count, num_taken
 
     def num_pending(self, state: LifoState, anchors: Anchors) -> jax.Array:
         """Returns the number of anchors from the oldest one on the stack to the newest of all."""

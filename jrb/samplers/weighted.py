@@ -44,10 +44,11 @@ class Weighted(ShardedSampler):
         function: `function(leaves, age, context)` returns the weight of every slot, `[N]`. It must
             be made of JAX operations. `leaves` is a dict of arrays `[N, ...]`, by the names in
             `leaves`, such as "next/reward". `age`, int32 `[N]`, is the number of rows that are
-            newer in the environment of a slot, 0 for the newest. `context` is the pytree given as
+            newer in the environment of a slot, 0 for the newest, and -1 for slots that may not be
+            drawn: their leaves have no meaning, and their weights are ignored. It is None if the
+            writer keeps no order of time. `context` is the pytree given as
             `sample(..., context=...)` or `draw(..., context=...)`, None if none is given; it may be
-            traced, so a new version of a policy compiles nothing. Slots that hold nothing have
-            leaves and ages without a meaning; their weights are ignored.
+            traced, so a new version of a policy compiles nothing.
         leaves: the paths of the leaves that the function reads.
         beta: the exponent of importance weights.
         normalize: the divisor of importance weights: "batch" for the largest in the batch, None for
@@ -152,7 +153,9 @@ class Weighted(ShardedSampler):
     def _tree(self, ring: Ring, state: WeightedState, anchors: Anchors) -> sum_tree.Tree:
         """Returns a sum-tree over the weights of anchors; other slots have weight 0."""
         facts: Any = anchors.facts
-        weights = jnp.asarray(self.function(facts.leaves, facts.age, facts.context))
+        # Ranks and sums over all anchors need to know which slots are none.
+        age = None if facts.age is None else jnp.where(state.is_anchor, facts.age, -1)
+        weights = jnp.asarray(self.function(facts.leaves, age, facts.context))
         is_real = jnp.issubdtype(weights.dtype, jnp.number) or weights.dtype == jnp.bool_
         if weights.shape != (ring.capacity,) or not is_real:
             raise ValueError(

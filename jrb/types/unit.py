@@ -56,6 +56,14 @@ class Unit(abc.ABC):
         return True
 
     @property
+    def anchors_are_rows(self) -> bool:
+        """True if every row becomes an anchor, all environments of a row together.
+
+        False, the default, is always correct; then `jrb.Queue` takes no stride.
+        """
+        return False
+
+    @property
     @abc.abstractmethod
     def lookback(self) -> int:
         """The number of rows before an anchor that may be read for it.

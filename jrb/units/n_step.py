@@ -108,6 +108,11 @@ class NStep(Unit):
         return self.n - 1 if self.strict else 0
 
     @property
+    def anchors_are_rows(self) -> bool:
+        """False if strict."""
+        return not self.strict
+
+    @property
     def has_delayed_anchors(self) -> bool:
         """True if strict."""
         return self.strict

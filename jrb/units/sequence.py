@@ -166,6 +166,12 @@ class Sequence(Unit):
         return 0 if self.sample_by == "windows" else None
 
     @property
+    def anchors_are_rows(self) -> bool:
+        """True if windows start at every row, whatever the ends of episodes."""
+        starts_at_ends = self.partial == "pad" or self.cross_episodes
+        return self.sample_by == "windows" and self.stride == 1 and starts_at_ends
+
+    @property
     def has_delayed_anchors(self) -> bool:
         """True if rows become anchors when their windows or episodes end."""
         return self.partial == "drop" or self.sample_by != "windows"

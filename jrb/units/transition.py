@@ -37,6 +37,11 @@ class Transition(Unit):
         return 0
 
     @property
+    def anchors_are_rows(self) -> bool:
+        """True: every row is an anchor."""
+        return True
+
+    @property
     def has_delayed_anchors(self) -> bool:
         """False: rows are anchors at once."""
         return False
