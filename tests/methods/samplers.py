@@ -138,23 +138,34 @@ class Priorities(Alike):
 
 
 class Queue(Alike):
-    """Draws anchors in order; the last `left` anchors are not drawn yet."""
+    """Draws the anchors of every `stride`-th row; the last `left` anchors were not passed yet."""
 
     lost = 0
 
     def empty(self):
-        self.left = 0
+        self.left, self.rows = 0, 0
 
-    def unread(self, anchors):
+    def wrote(self, new, held, anchors, waits):
+        for row in new:
+            row.nth = self.rows
+        self.rows += 1
+
+    def waiting(self, anchors):
         return anchors[len(anchors) - self.left :]
 
-    may = unread
+    def may(self, anchors):
+        return [row for row in self.waiting(anchors) if row.nth % self.sampler.stride == 0]
+
+    def unread(self, anchors):
+        first = self.may(anchors)[:1]
+        return anchors[anchors.index(first[0]) :] if first else []
 
     def changed(self, before, after, names=None, lanes=False):
-        here, waits = set(after), self.unread(before)
+        here, waits = set(after), self.waiting(before)
         new = len(after) - sum(row in here for row in before)
-        self.lost = sum(row not in here for row in waits)
-        self.left = min(len(waits) - self.lost + new, len(after))
+        gone = [row for row in waits if row not in here]
+        self.lost = len(set(gone) & set(self.may(before)))
+        self.left = min(len(waits) - len(gone) + new, len(after))
 
     def told_anew(self, before, after):
         self.left = min(self.left, len(after))
@@ -162,12 +173,14 @@ class Queue(Alike):
     def adopt(self, old, anchors):
         same = type(old) is type(self)
         self.left = min(old.left, len(anchors)) if same else len(anchors)
+        self.rows = old.rows if same else 0
 
     def draw(self, anchors, slots, real):
-        want = [row.slot for row in self.unread(anchors)][: len(slots)]
+        want = self.may(anchors)[: len(slots)]
         assert real == [place < len(want) for place in range(len(slots))]
-        assert slots[: len(want)] == want
-        self.left -= len(want)
+        assert slots[: len(want)] == [row.slot for row in want]
+        if want:
+            self.left = len(anchors) - anchors.index(want[-1]) - 1
 
     at_end = draw
 

@@ -68,6 +68,8 @@ CASES = [
     Case("transition", jrb.Uniform(replacement=False, count_draws=True), jrb.Reservoir(1)),
     Case("strict n-step", jrb.Queue(count_draws=True), FULL),
     Case("padded windows of a period", jrb.Queue()),
+    Case("windows over ends", jrb.Queue(stride=3)),
+    Case("n-step", jrb.Queue(count_draws=True, stride=2), FULL),
     Case("windows", jrb.Lifo(count_draws=True)),
     Case("stacked strict n-step", jrb.Lifo(), FULL, envs=1),
     Case("n-step", jrb.WithoutReplacement(uses=2, count_draws=True), LANES),

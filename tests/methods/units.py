@@ -74,6 +74,9 @@ RULES = {
     "padded windows of a period": Rule(
         jrb.Sequence(2, stride=3, partial="pad"), lambda row: row.position % 3 == 0
     ),
+    "windows over ends": Rule(
+        jrb.Sequence(2, cross_episodes=True), lambda row: row.following >= 2, lambda row: 1
+    ),
     "windows across": Rule(
         jrb.Sequence(2, cross_episodes=True, stride=2),
         lambda row: row.following >= 2 and row.count % 2 == 0,

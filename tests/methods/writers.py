@@ -19,6 +19,7 @@ class Row:
     priority: Any = None
     position: int = 0
     count: int = 0
+    nth: int = 0
     draws: int = 0
     cut: bool = False
 

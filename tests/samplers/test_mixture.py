@@ -15,6 +15,9 @@ N = 32
 PLAIN = jrb.Mixture((jrb.Uniform(), jrb.Newest(0.25)), (0.5, 0.5))
 ONLINE = jrb.Mixture((jrb.Queue(), jrb.Uniform()), (0.25, 0.75))
 WEIGHED = jrb.Mixture((jrb.Prioritized(alpha=1.0, beta=1.0, eps=0.0), jrb.Uniform()), (0.75, 0.25))
+FILLED = jrb.Mixture(
+    (jrb.Queue(), jrb.Prioritized(alpha=1.0, beta=1.0, eps=0.0)), (0.75, 0.25), fill=True
+)
 ALL = jrb.Mixture((jrb.Prioritized(), jrb.Newest(count=4), jrb.Lifo()), (0.5, 0.25, 0.25))
 
 
@@ -118,6 +121,52 @@ def test_a_queue_beside_others_gives_everything_once():
     assert given[-1] == added - pending - 1
 
 
+def test_the_last_sampler_fills_what_a_queue_leaves():
+    buffer, state = filled(FILLED, batch_size=16)
+    draw, pending = jax.jit(buffer.draw), N
+    for key in jax.random.split(jax.random.key(0), 4):  # the queue ends within the third batch
+        state, sample = draw(state, key)
+        taken, own = min(pending, 12), np.asarray(sample.info["sampler"]) == 0
+        assert own.sum() == taken
+        assert sample.mask.all()
+        order = np.asarray(sample.data["x"])[own]
+        np.testing.assert_array_equal(order, np.arange(N - pending, N - pending + taken))
+        pending -= taken
+    assert not buffer.can_sample(buffer.empty(state))
+    assert buffer.can_sample(state)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_a_filled_batch_of_distinct_items_has_none_twice(replacement):
+    last = jrb.Uniform(replacement=replacement)
+    buffer, state = filled(jrb.Mixture((jrb.Queue(), last), (0.5, 0.5), fill=True), batch_size=N)
+    state, _ = buffer.draw(state, jax.random.key(0), 2 * N)  # nothing is left in the queue
+    slots = np.asarray(buffer.sample(state, jax.random.key(1)).indices)
+    assert (len(set(slots.tolist())) == N) == (not replacement)
+
+
+def test_filled_entries_have_the_probabilities_of_the_last_sampler():
+    """Stratified draws ascend, so each entry of the batch must be a random one of them."""
+    buffer, state = filled(FILLED, batch_size=16)
+    priorities = 1.0 + np.arange(N) % 5
+    state = buffer.update_priority(state, jnp.arange(N, dtype=jnp.int32), jnp.asarray(priorities))
+    state, _ = buffer.draw(state, jax.random.key(0), 36)  # five items are left in the queue
+    samples = jax.vmap(lambda key: buffer.sample(state, key))(
+        jax.random.split(jax.random.key(1), 400)
+    )
+    mass = priorities / priorities.sum()
+    own = np.asarray(samples.info["sampler"]) == 1
+    np.testing.assert_allclose(samples.probabilities[own], mass[samples.indices[own]], rtol=1e-5)
+    np.testing.assert_allclose(samples.probabilities[~own], 1 / N, rtol=1e-5)
+    counts, want = np.bincount(samples.indices[own], minlength=N), own.sum() * mass
+    assert own.sum() == 400 * 11
+    assert np.sum((counts - want) ** 2 / want) < N + 6 * np.sqrt(2 * N)
+    odds = N * np.asarray(samples.probabilities, np.float64)
+    weights = np.where(own, 1 / odds, 1.0)
+    weights = weights / weights.max(axis=1, keepdims=True)
+    np.testing.assert_allclose(samples.weights, weights, rtol=1e-4)
+
+
 def test_a_writer_waits_for_the_queue_of_a_mixture():
     buffer, state = filled(ONLINE, writer=jrb.BlockWhenFull())
     assert not buffer.can_add(state)
@@ -157,7 +206,7 @@ def test_draws_of_all_samplers_are_counted():
     np.testing.assert_array_equal(state.sampler.draws, total)
 
 
-@pytest.mark.parametrize("sampler", [PLAIN, ONLINE, WEIGHED, ALL])
+@pytest.mark.parametrize("sampler", [PLAIN, FILLED, WEIGHED, ONLINE, ALL])
 def test_descriptions_are_values(sampler, tmp_path):
     assert pickle.loads(pickle.dumps(sampler)) == sampler
     assert hash(dataclasses.replace(sampler)) == hash(sampler)
@@ -221,6 +270,13 @@ def test_what_a_mixture_refuses(samplers, shares, error, message):
         jrb.Mixture(samplers, shares)
 
 
+def test_what_fills_a_batch_must_not_be_used_up():
+    with pytest.raises(ValueError, match="fill: expected a last sampler that does not consume"):
+        jrb.Mixture((jrb.Uniform(), jrb.Queue()), (0.5, 0.5), fill=True)
+    with pytest.raises(TypeError, match="fill"):
+        jrb.Mixture((jrb.Queue(), jrb.Uniform()), (0.5, 0.5), fill=1)
+
+
 def test_where_a_mixture_does_not_fit():
     with pytest.raises(ValueError, match="Lifo: expected anchors that leave in the order"):
         jrb.ReplayBuffer(N, num_envs=2, sampler=ALL, unit=jrb.FrameStack(2))
@@ -233,7 +289,7 @@ def test_where_a_mixture_does_not_fit():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", [jrb.Transition(), jrb.NStep(3, 0.9), jrb.Sequence(2)])
-@pytest.mark.parametrize("sampler", [PLAIN, ONLINE, WEIGHED, ALL])
+@pytest.mark.parametrize("sampler", [PLAIN, ONLINE, WEIGHED, ALL, FILLED])
 def test_mixtures_keep_the_contracts(sampler, unit):
     done = {"done": jnp.bool_(False), "terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
     after = {"observation": jnp.zeros(8), "reward": jnp.float32(0), **done}
