@@ -151,8 +151,8 @@ def check_limits(setup: Setup, limits: SampleToInsert | None) -> tuple[int, str]
         most = 1 / sampler.stride if isinstance(sampler, Queue) else 1
         if isinstance(sampler, Queue | Lifo) and limits.ratio > most:
             raise ValueError(
-                f"limits: expected a ratio of at most {most:g} with {sampler!r}, which draws each item "
-                f"once, got {limits.ratio:g}: both sides would wait for each other."
+                f"limits: expected a ratio of at most {most:g} with {sampler!r}, which draws each "
+                f"item once, got {limits.ratio:g}: both sides would wait for each other."
             )
     return needs
 

@@ -112,9 +112,10 @@ class Mixture(Sampler):
         splitting.check("shares", self.shares, len(self.samplers), "sampler")
         checks.flag("count_draws", self.count_draws)
         checks.flag("fill", self.fill)
-        if self.fill and self.samplers[-1].consumes:
+        last = list(self.samplers)[-1]
+        if self.fill and last.consumes:
             raise ValueError(
-                f"fill: expected a last sampler that does not consume, got {self.samplers[-1]!r}. "
+                f"fill: expected a last sampler that does not consume, got {last!r}. "
                 "Put the sampler that fills the batch last."
             )
         counting = [type(one).__name__ for one in self.samplers if one.count_draws]
@@ -192,7 +193,7 @@ class Mixture(Sampler):
         return drawn
 
     def ready(self, state: MixtureState, anchors: Anchors, batch_size: int | None) -> jax.Array:
-        """Returns True if all samplers with a share of the batch are ready, or the one that fills."""
+        """Returns True if all samplers with a share are ready; or the last one, if it fills."""
         if self.fill:
             return self.samplers[-1].ready(state.states[-1], anchors, batch_size)
         # Of a batch of unknown size, every sampler with a share may draw a part.

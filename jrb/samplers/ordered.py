@@ -117,9 +117,8 @@ class Queue(OnceInOrder):
         """Raises ValueError if a stride counts rows, and anchors are not rows."""
         if self.stride > 1 and not unit.anchors_are_rows:
             raise ValueError(
-                f"Queue: stride={self.stride}: expected a unit of which every row is an anchor, got "
-                f"{unit}. Use Sequence(..., cross_episodes=True) without a stride, or the stride "
-                "of Sequence."
+                f"Queue: stride={self.stride}: expected a unit of which every row is an anchor, "
+                f"got {unit}. Use Sequence(..., cross_episodes=True), or its own stride instead."
             )
 
     def init(self, ring: Ring) -> QueueState:

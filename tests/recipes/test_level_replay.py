@@ -57,7 +57,7 @@ def filled(count, seed, buffer=BUFFER):
         piece = jax.tree.map(lambda leaf: leaf[start : start + 5], items)  # noqa: B023
         state = buffer.extend(state, piece)
     held = {number % N: number for number in range(count)}
-    return state, {slot: scores[n] for slot, n in held.items()}, {s: last[n] for s, n in held.items()}
+    return state, *({slot: leaf[n] for slot, n in held.items()} for leaf in (scores, last))
 
 
 draw_many = jax.jit(functools.partial(BUFFER.sample, batch_size=4000))
@@ -104,7 +104,8 @@ def run(buffer, state, key, steps=40):
         values = {"score": score, "last": jnp.full(B, episode)}
         state = buffer.set(state, batch.replace(mask=batch.mask & ~is_new), values)
         state = buffer.extend(state, values | {"level": level}, mask=is_new)
-        return (state, episode), (batch.indices, batch.probabilities, batch.mask, is_new, level, score)
+        drawn = batch.indices, batch.probabilities, batch.mask
+        return (state, episode), (*drawn, is_new, level, score)
 
     start = state, jnp.int32(0)
     (state, _), history = jax.lax.scan(step, start, jax.random.split(key, steps))
@@ -166,10 +167,11 @@ def test_a_mixture_draws_exact_numbers_by_score_and_by_staleness():
     pair = (RankBased(alpha=1 / 0.5), jrb.Weighted(stale, leaves=("last",)))
     buffer = jrb.ReplayBuffer(N, batch_size=400, sampler=jrb.Mixture(pair, (0.75, 0.25)))
     state, scores, last = filled(N + 3, 2, buffer)
+    priorities = jnp.array([scores[slot] for slot in range(N)])
 
     @jax.jit
     def step(state, key):
-        state = buffer.update_priority(state, jnp.arange(N), jnp.array([scores[s] for s in range(N)]))
+        state = buffer.update_priority(state, jnp.arange(N), priorities)
         return buffer.draw(state, key, context=jnp.int32(60))
 
     state, batch = step(state, KEY)

@@ -107,6 +107,7 @@ def test_units_that_draw_from_the_first_row_need_one(options):
         ((1, 10, 20), {"batch_size": 40}, "tolerance of at least 20.5 where 1 items .* 40 samples"),
         ((2, 10, 20), {"num_envs": 12}, "tolerance of at least 22 where 12 items"),
         ((1.5, 10, 20), {"sampler": jrb.Queue()}, "ratio of at most 1 with Queue"),
+        ((0.5, 10, 20), {"sampler": jrb.Queue(stride=4)}, "ratio of at most 0.25 with Queue"),
         ((2, 10, 20), {"sampler": jrb.Lifo()}, "ratio of at most 1 with Lifo"),
         (
             None,
