@@ -181,10 +181,9 @@ class Mixture(Sampler):
     def _fill_batch(self, key: jax.Array, drawn: Draw, others: Draw) -> Draw:
         """Returns the batch with entries of the last sampler, `others`, where it has none."""
         # In a random order, as stratified draws ascend, and only some of them are taken.
-        (batch_size,), last = drawn.mask.shape, len(self.samplers) - 1
-        at = jnp.arange(batch_size, dtype=jnp.int32)
-        at = random_bits.permute(random_bits.seed(key), jnp.int32(batch_size), at)
-        others = others.replace(sampler=jnp.full_like(at, last))
+        last = len(self.samplers) - 1
+        at = jnp.argsort(random_bits.bits(key, drawn.mask.shape))
+        others = others.replace(sampler=jnp.full_like(drawn.sampler, last))
         is_filled = (drawn.sampler == last) | ~drawn.mask
         return jax.tree.map(lambda a, b: jnp.where(is_filled, b[at], a), drawn, others)
 
