@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers 
     from jrb.read import episodes as episodes
     from jrb.read import items as items
     from jrb.read import stats as stats
+    from jrb.samplers import Grouped as Grouped
     from jrb.samplers import Lifo as Lifo
     from jrb.samplers import Mixture as Mixture
     from jrb.samplers import Newest as Newest
@@ -64,6 +65,7 @@ if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers 
     from jrb.units import FrameStack as FrameStack
     from jrb.units import Hindsight as Hindsight
     from jrb.units import NStep as NStep
+    from jrb.units import Packed as Packed
     from jrb.units import Sequence as Sequence
     from jrb.units import Transition as Transition
     from jrb.writers import BlockWhenFull as BlockWhenFull
@@ -99,7 +101,9 @@ _HOMES = {
     "read": "episodes items stats",
     "remote": "remote",
     "ring": "ring",
-    "samplers": "Lifo Mixture Newest Prioritized Queue Uniform Weighted WithoutReplacement",
+    "samplers": (
+        "Grouped Lifo Mixture Newest Prioritized Queue Uniform Weighted WithoutReplacement"
+    ),
     "sharding": "Sharded",
     "state": "BufferState Sample",
     "storages": "DeviceStorage ListStorage MemmapStorage SpillStorage",
@@ -108,7 +112,7 @@ _HOMES = {
     "testing": "testing",
     "transforms": "transforms",
     "types": "types",
-    "units": "FrameStack Hindsight NStep Sequence Transition",
+    "units": "FrameStack Hindsight NStep Packed Sequence Transition",
     "writers": "BlockWhenFull MaxValue PerEnvironment ReadOnly Reservoir RoundRobin",
 }
 _HOME_OF = {name: f"jrb.{home}" for home, names in _HOMES.items() for name in names.split()}

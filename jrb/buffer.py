@@ -823,6 +823,12 @@ class ReplayBuffer:
                 f"{method}: leaf '{name}': expected leaves that the items have, {sorted(stored)}."
             )
         self.writer.check_edit(method, frozenset(named))
+        fixed = named.keys() & steps.leaves_read(self, spec, self.sampler.reads_written).keys()
+        if fixed:
+            raise ValueError(
+                f"{method}: expected other leaves than those that {type(self.sampler).__name__} "
+                f"has read as items were written, got {sorted(fixed)}. Write the items again."
+            )
         expected = {
             name: jax.ShapeDtypeStruct((*lead, *stored[name].shape), stored[name].dtype)
             for name in named

@@ -85,6 +85,11 @@ class Mix:
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
         checks.flag("exact", self.exact)
+        if self.exact and any(sampler.reads_written for sampler in self._samplers):
+            raise ValueError(
+                "exact: expected False for samplers that draw groups, as entries of all buffers "
+                "take turns in a batch, got True."
+            )
 
     def init(self, example: Item, device: Device = None) -> States:
         """Returns empty states, one for each buffer, on one device (see `ReplayBuffer.init`)."""
@@ -161,11 +166,11 @@ class Mix:
                 nothing to draw (outside `jit`; inside, its part of `mask` is False).
         """
         # With traced proportions each buffer draws a whole batch, of which most is thrown away.
-        wasteful = [sampler for sampler in self._samplers if sampler.consumes]
+        wasteful = [one for one in self._samplers if one.consumes or one.reads_written]
         if proportions is not None and wasteful:
             raise ValueError(
                 f"proportions: expected none in the call, with {type(wasteful[0]).__name__}, which "
-                "would lose what it draws in vain. Give them to Mix, as numbers."
+                "would lose a part of what it draws. Give them to Mix, as numbers."
             )
         return self._draw(states, key, batch_size, DrawInputs(beta, context), proportions)
 
@@ -209,9 +214,9 @@ class Mix:
         drawn = steps.has_item(sample)
         for number, sampler in enumerate(self._samplers):
             if sampler.count_draws:
-                own = drawn & (sample.info["source"] == number)
+                own = sample.info["source"].reshape(-1, *(1,) * (drawn.ndim - 1)) == number
                 samplers = states[number].sampler, after[number].sampler
-                recounted = self._within(steps.recount, samplers, (sample, own))
+                recounted = self._within(steps.recount, samplers, (sample, drawn & own))
                 after[number] = after[number].replace(sampler=recounted)
         return tuple(after), sample
 

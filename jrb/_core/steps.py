@@ -17,7 +17,7 @@ from jrb._core import transforming
 from jrb._util import pytree
 from jrb._xla import dependencies, gather
 from jrb._xla.compiling import by_description, kept_by_description, standalone_program
-from jrb.keys import episode_changes, leaves_at, path_name
+from jrb.keys import Path, episode_changes, leaves_at, path_name
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import (
     AnchorUpdate,
@@ -136,6 +136,10 @@ def write(
         row_mask=plan.written_by_clock,
         priorities=None if priorities is None else priorities.astype(jnp.float32).reshape(-1),
         first_slot=plan.starts[0] if plan.consecutive else None,
+        leaves={
+            name: leaf.reshape(plan.slots.size, *leaf.shape[2:])
+            for name, leaf in leaves_read(buffer, items, buffer.sampler.reads_written).items()
+        },
     )
     # Update unit and sampler.
     unit, change = buffer.unit.on_write(context, state.unit, plan, items)
@@ -263,9 +267,21 @@ def draw(
 def choose(
     buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, inputs: DrawInputs
 ) -> tuple[Any, Draw]:
-    """Returns the sampler's state after a draw, and the anchors that it drew."""
+    """Returns the sampler's state after a draw, and the anchors that it drew.
+
+    They are arrays `[B]`; or `[B M]` if an entry of the batch has M anchors.
+    """
     anchors = anchors_to_draw(buffer, state, inputs.context)
-    return buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, inputs.beta)
+    per_entry = buffer.unit.anchors_per_entry
+    sampler, drawn = buffer.sampler.draw(
+        buffer.ring, state.sampler, anchors, key, batch_size * per_entry, inputs.beta
+    )
+    if per_entry == 1:
+        return sampler, drawn
+    # The sampler takes back the anchors for which the unit has no room.
+    context = context_of(buffer, state.writer)
+    drawn, left = buffer.unit.arrange(context, state.unit, drawn)
+    return buffer.sampler.put_back(sampler, left), drawn
 
 
 def anchors_to_draw(buffer: Buffer, state: BufferState, user_context: Any) -> Anchors:
@@ -277,25 +293,30 @@ def anchors_to_draw(buffer: Buffer, state: BufferState, user_context: Any) -> An
     anchors = buffer.unit.anchors(context, state.unit)
     if paths is None:
         return anchors
-    spec = buffer.storage.spec(state.storage)
-    names: set[str] = set()
-    for path in paths:
-        leaves_of_path = leaves_at(spec, path)
-        if not leaves_of_path:
-            raise ValueError(
-                f"{type(buffer.sampler).__name__}: leaves: expected paths in an item, which has "
-                f"the leaves {pytree.leaf_names(spec)}, got '{path_name(path)}'."
-            )
-        names |= leaves_of_path.keys()
+    names = leaves_read(buffer, buffer.storage.spec(state.storage), paths).keys()
     # Read these leaves at all slots, and others nowhere.
     slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
     items = {}
     if names:
         where = lambda name: slots if name in names else slots[:0]
         items = buffer.storage.read(context, state.storage, where)
-    leaves = {name: leaf for path in paths for name, leaf in leaves_at(items, path).items()}
+    leaves = leaves_read(buffer, items, paths)
     age = context.held.after(context.ring, slots) if buffer.writer.is_chronological else None
     return dataclasses.replace(anchors, facts=SlotFacts(leaves, age, user_context))
+
+
+def leaves_read(buffer: Buffer, items: Item, paths: tuple[Path, ...]) -> dict[str, Any]:
+    """Returns the leaves of items at the paths that the sampler reads, by name, or raises."""
+    leaves: dict[str, Any] = {}
+    for path in paths:
+        found = leaves_at(items, path)
+        if not found:
+            raise ValueError(
+                f"{type(buffer.sampler).__name__}: expected paths in an item, which has the leaves "
+                f"{pytree.leaf_names(items)}, got '{path_name(path)}'."
+            )
+        leaves |= found
+    return leaves
 
 
 def shard_stats(buffer: Buffer, state: BufferState, user_context: Any = None) -> ShardStats | None:
@@ -352,10 +373,11 @@ def count_draws(sampler: PartState, slots: jax.Array, mask: jax.Array, before: j
 
 
 def recount(before: PartState, after: PartState, sample: Sample, mask: jax.Array) -> Any:
-    """Returns the sampler's state `after` a draw, counting only entries in `mask`, bool `[B]`."""
+    """Returns the sampler's state `after` a draw, counting anchors in `mask`, like `indices`."""
     if not isinstance(before, DrawCounts) or before.draws is None:
         return after
-    counts = count_draws(before, sample.indices, mask, sample.info["draws"])
+    flat = (it.reshape(-1) for it in (sample.indices, mask, sample.info["draws"]))
+    counts = count_draws(before, *flat)
     return after.replace(draws=counts.draws)
 
 
@@ -397,7 +419,10 @@ def assemble(
         data = transforming.apply_transforms(
             buffer.transforms, data, batch, states=state.transforms
         )
-    about = {"draws": draw.draws, "sampler": draw.sampler}
+    # One axis for entries, and one for the anchors of each, if there are several.
+    if (per_entry := buffer.unit.anchors_per_entry) > 1:
+        draw = jax.tree.map(lambda leaf: leaf.reshape(-1, per_entry), draw)
+    about = {"draws": draw.draws, "sampler": draw.sampler, "group": draw.group}
     return Sample(
         data=data,
         indices=draw.slots,
@@ -458,7 +483,8 @@ def num_anchors(buffer: Buffer, state: BufferState) -> jax.Array:
 def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
     context = context_of(buffer, state.writer)
     anchors = buffer.unit.anchors(context, state.unit)
-    is_ready = buffer.sampler.ready(state.sampler, anchors, batch_size)
+    count = None if batch_size is None else batch_size * buffer.unit.anchors_per_entry
+    is_ready = buffer.sampler.ready(state.sampler, anchors, count)
     if buffer.min_size is None:
         return is_ready
     return is_ready & (context.held.size >= buffer.min_size)
@@ -482,8 +508,10 @@ def _delay_writes(
 
 
 def has_item(sample: Sample) -> jax.Array:
-    """Returns which entries of a sample have an item, or any step of one, bool `[B]`."""
-    return sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
+    """Returns which anchors of a sample have an item, or any step of one, bool like `indices`."""
+    entries = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
+    # Of several anchors in an entry, those that it does not have are of weight 0.
+    return entries if sample.indices.ndim == 1 else entries[:, None] & (sample.weights > 0)
 
 
 # Changes of the sampler, and of ends.
@@ -494,8 +522,9 @@ def update(
     buffer: Buffer, state: BufferState, sample: Sample | jax.Array, priorities: jax.Array
 ) -> BufferState:
     state, slots, mask = target_slots(buffer, state, sample)
-    if isinstance(sample, Sample) and priorities.ndim > 1:
+    if isinstance(sample, Sample) and priorities.shape != sample.indices.shape:
         priorities = buffer.unit.reduce_priorities(priorities, sample.mask)
+    priorities = priorities.reshape(-1)
     sampler: Any = buffer.sampler  # with priorities, as the buffer has checked
     sampler = sampler.update(buffer.ring, state.sampler, slots, priorities, mask)
     return state.replace(sampler=sampler)
@@ -514,6 +543,7 @@ def target_slots(
 ) -> tuple[BufferState, jax.Array, jax.Array]:
     """Returns the state, the slots `[B]`, and which of them still hold the drawn items, `[B]`.
 
+    If an entry of a sample has M anchors, their slots are `[B M]`.
     `where` is a sample, slots, or a mask of all slots, bool `[N]`.
     """
     if not isinstance(where, Sample) and where.dtype == jnp.bool_:
@@ -528,7 +558,7 @@ def target_slots(
     mask = (generation == where.stamp) & has_item(where)
     # Writes to the returned state, and at the returned slots, wait for the reads of the sample.
     state, token = _delay_writes(state, where, mask)
-    return state, where.indices + token, mask
+    return state, (where.indices + token).reshape(-1), mask.reshape(-1)
 
 
 @by_description()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import transforming
-from jrb._core.steps import context_of
+from jrb._core.steps import context_of, leaves_read
 from jrb._util import casting, pytree, wording
 from jrb._util.pytree import Leaf, PyTree, SpecKey
 from jrb._xla import compat
@@ -53,6 +53,7 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
     ring = buffer.ring
     check_slots(ring.capacity)
     writer = buffer.writer.init(ring, spec)
+    leaves_read(buffer, spec, (buffer.sampler.reads or ()) + buffer.sampler.reads_written)
     context = context_of(buffer, writer)
     # Episode numbers are kept only if the unit or a transform uses ends of episodes.
     transforms = buffer.transforms and transforming.init(buffer.transforms, context, spec)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrb._core import steps
 from jrb._core.validate import copy_arrays
 from jrb.authoring import checks
 from jrb.buffer import ReplayBuffer
@@ -290,7 +291,8 @@ class Remote:
         if not isinstance(sample, Sample) or "shard" not in sample.info:
             raise ValueError("update_priority: expected a Sample of this Remote.")
         check_origin("update_priority", sample, self._setup.origin)
-        if np.shape(priorities) not in {sample.indices.shape, sample.mask.shape}:
+        shapes = self._setup.buffer.unit.priority_shapes(sample.mask.shape)
+        if np.shape(priorities) not in {sample.indices.shape, *shapes}:
             raise ValueError(
                 f"update_priority: priorities: expected shape {sample.indices.shape}, one for each "
                 f"that was drawn, got {np.shape(priorities)}."
@@ -301,6 +303,11 @@ class Remote:
         else:
             priorities = setups.copy_as_float32("update_priority: priorities", priorities)
         entry = sample.info["shard"], sample.indices, sample.stamp, sample.mask, priorities
+        # Several anchors in an entry are sent as if each were an entry.
+        if sample.indices.ndim > 1:
+            shard = np.broadcast_to(np.asarray(entry[0])[:, None], sample.indices.shape)
+            entry = shard, sample.indices, sample.stamp, steps.has_item(sample), priorities
+            entry = tuple(array.reshape(-1) for array in entry)
         self._unsent_updates.append(copy_arrays(entry))
         self._send_updates(all_of_them=False)
 

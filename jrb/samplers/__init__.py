@@ -1,6 +1,7 @@
 """Samplers choose which anchors are drawn, and with which probability."""
 
 from jrb._util.public import PublicNames
+from jrb.samplers.grouped import Grouped
 from jrb.samplers.mixture import Mixture
 from jrb.samplers.ordered import Lifo, Queue
 from jrb.samplers.prioritized import Prioritized
@@ -9,6 +10,7 @@ from jrb.samplers.weighted import Weighted
 from jrb.samplers.without_replacement import WithoutReplacement
 
 __all__ = [
+    "Grouped",
     "Lifo",
     "Mixture",
     "Newest",

@@ -118,6 +118,11 @@ class Mixture(Sampler):
                 f"fill: expected a last sampler that does not consume, got {last!r}. "
                 "Put the sampler that fills the batch last."
             )
+        if any(one.reads_written for one in self.samplers):
+            raise ValueError(
+                "samplers: expected none that draws groups, as a mixture takes batches apart, got "
+                f"{self.samplers!r}. Grouped(..., sampler=...) chooses among groups."
+            )
         counting = [type(one).__name__ for one in self.samplers if one.count_draws]
         if counting:
             raise ValueError(

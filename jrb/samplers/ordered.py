@@ -48,6 +48,10 @@ class OnceInOrder(OrderedSampler):
     def __post_init__(self) -> None:
         checks.flag("count_draws", self.count_draws)
 
+    def put_back(self, state: PartState, number: jax.Array) -> Any:
+        """Returns the state in which the last anchors that were taken are the next again."""
+        return state.replace(count=state.count + number)
+
     def ready(self, state: PartState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if there is an anchor that was not drawn yet."""
         return state.count > 0

@@ -137,6 +137,10 @@ class WithoutReplacement(Sampler):
         epoch = epoch.replace(position=epoch.position + jnp.sum(inside, dtype=jnp.int32))
         return epoch, anchors.uniform_draw(jnp.where(mask, ranks, 0), mask, key)
 
+    def put_back(self, state: EpochState, number: jax.Array) -> EpochState:
+        """Returns the state in which the pass continues with the last anchors that it drew."""
+        return state.replace(position=state.position - number)
+
     def ready(self, state: EpochState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if there is an anchor; with `drop_last`, if there is a full batch."""
         return anchors.count >= (batch_size if self.drop_last and batch_size else 1)

@@ -172,7 +172,7 @@ def draw(
 
     # Read the items, and join the parts of the shards of this device.
     states, samples = jax.vmap(finish)(states, samplers, draws, keys)
-    shard = jnp.broadcast_to(shards.numbers[:, None], samples.indices.shape)
+    shard = jnp.broadcast_to(shards.numbers[:, None], samples.indices.shape[:2])
     samples = samples.replace(info={**samples.info, "shard": shard}, origin=origin)
     if returns == "sample":
         return merge_shards(samples)

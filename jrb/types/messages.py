@@ -211,7 +211,7 @@ class Anchors:
 
 @dataclasses.dataclass(frozen=True)
 class IncomingPriorities:
-    """The slots of one write, and the priorities that came with its items.
+    """The slots of one write, and what came with its items.
 
     Attributes:
         slots: int32 `[K]`, K = T * E, the slot of each item; N if it is dropped.
@@ -219,12 +219,14 @@ class IncomingPriorities:
         row_mask: bool `[T, 1]` or `[T, E]`, False for masked rows.
         priorities: float32 `[K]`, the priority given with each item; None if none were given.
         first_slot: int32 `[]`, the first of `slots` if they follow one another; else None.
+        leaves: the leaves at `Sampler.reads_written`, arrays `[K, ...]` by name.
     """
 
     slots: jax.Array
     row_mask: jax.Array
     priorities: jax.Array | None
     first_slot: jax.Array | None = None
+    leaves: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,6 +290,7 @@ class Draw(pytree.State):
             sets it if draws are counted.
         sampler: int32 `[B]`, the index of the sampler that drew each anchor; None for a single
             sampler.
+        group: int32 `[B]`, the key of each anchor's group; None for samplers without groups.
     """
 
     slots: jax.Array
@@ -296,6 +299,7 @@ class Draw(pytree.State):
     mask: jax.Array
     draws: jax.Array | None = None
     sampler: jax.Array | None = None
+    group: jax.Array | None = None
 
 
 class DrawCounts(pytree.State):

@@ -41,12 +41,15 @@ class Sampler(abc.ABC):
         reads: the paths of leaves whose values in all slots a draw needs, in `Anchors.facts`; None
             for a sampler that needs no facts. Items must then be on the device, and `sample` and
             `draw` take a `context`.
+        reads_written: the paths of leaves of which `on_write` gets the values in written items, in
+            `AnchorUpdate.incoming`. They cannot be edited.
     """
 
     consumes: ClassVar[bool] = False
     prioritized: ClassVar[bool] = False
     row_by_row: ClassVar[bool] = False
     reads: ClassVar[tuple[Path, ...] | None] = None
+    reads_written: ClassVar[tuple[Path, ...]] = ()
     count_draws: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -106,6 +109,16 @@ class Sampler(abc.ABC):
     def ready(self, state: PartState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if a draw would give at least one item, bool `[]`."""
         return anchors.count > 0
+
+    def put_back(self, state: PartState, number: jax.Array) -> Any:
+        """Returns the state after a draw as if its last `number` anchors had not been drawn.
+
+        `number` is int32 `[]`. A unit that packs several anchors into one entry may have no room
+        for all. By default raises MissingMethodError if the sampler consumes anchors.
+        """
+        if self.consumes:
+            raise missing_method(self, "put_back", "draw")
+        return state
 
     def import_state(
         self, state: PartState, old: PartState, slots: jax.Array, new_slots: jax.Array

@@ -14,6 +14,7 @@ from jrb.types.messages import (
     Anchors,
     AnchorUpdate,
     Context,
+    Draw,
     Item,
     MissingMethodError,
     PartState,
@@ -77,6 +78,14 @@ class Unit(abc.ABC):
         return 1
 
     @property
+    def anchors_per_entry(self) -> int:
+        """M, the most anchors that an entry of a batch stands for; 1 by default.
+
+        If it is more, `arrange` assigns anchors to entries.
+        """
+        return 1
+
+    @property
     def row_steps(self) -> np.ndarray | None:
         """The rows from the anchor to each row of its window, int `[L]`; None without windows.
 
@@ -129,6 +138,21 @@ class Unit(abc.ABC):
     def anchors(self, context: Context, state: PartState) -> Anchors:
         """Returns the anchors. A draw raises if `plan_read` masks every anchor of the batch."""
 
+    def arrange(self, context: Context, state: PartState, drawn: Draw) -> tuple[Draw, jax.Array]:
+        """Assigns drawn anchors to the entries of a batch, if `anchors_per_entry` is more than 1.
+
+        Args:
+            context: the buffer's context.
+            state: the unit's state.
+            drawn: arrays `[B M]`.
+
+        Returns:
+            The draw, arrays `[B M]`, of which M after another are for one entry, with a mask; and
+            how many anchors at the end of the drawn ones are left out, int32 `[]`. The sampler
+            takes these back.
+        """
+        self._lacks("arrange")
+
     @abc.abstractmethod
     def plan_read(
         self, context: Context, state: PartState, slots: jax.Array, mask: jax.Array, key: jax.Array
@@ -139,8 +163,8 @@ class Unit(abc.ABC):
             context: the buffer's context.
             state: the unit's state. Read its arrays with `jrb.authoring.read_rows`, or with an
                 `AuxRead` if the result goes to `Sample.info`.
-            slots: int32 `[B]`, the anchors.
-            mask: bool `[B]`, False where nothing was drawn.
+            slots: int32 `[B]`, the anchors; `[B M]` if an entry has M of them.
+            mask: bool like `slots`, False where nothing was drawn.
             key: the key of the draw; use `jax.random.fold_in` to derive other keys from it.
         """
 

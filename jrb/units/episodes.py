@@ -367,3 +367,27 @@ def extent(
     # Of the oldest episode, the first rows may be overwritten.
     age = (newest - last).astype(jnp.int32)
     return age, jnp.minimum((last - first + 1).astype(jnp.int32), rows_held - age)
+
+
+def lengths_from(context: Context, table: EpisodeTable, slots: jax.Array) -> jax.Array:
+    """Returns the lengths of whole episodes whose first rows are at slots, int32 `[B]`.
+
+    The table has all episodes that are held, however short (`enough` is 1). Other slots give some
+    number.
+    """
+    ring, room = context.ring, table.first.shape[0]
+    env, back = ring.env_of(slots), context.held.after(ring, slots)
+    newest, head = table.now[env] - 1, table.head[env]
+
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low + high + 1) // 2
+        at = (head + middle) % room
+        first = dependencies.materialize(lambda: table.first[at, env])
+        begins_later = newest - first < back.astype(jnp.uint32)
+        return jnp.where(begins_later, low, middle), jnp.where(begins_later, middle - 1, high)
+
+    # Episodes are in the order of time: search for the last that begins no later than the slot.
+    bounds = jnp.zeros_like(back), jnp.maximum(table.count[env] - 1, 0)
+    index, _ = dependencies.loop(room.bit_length(), halve, bounds)
+    return extent(context, table, env, (head + index) % room, 1)[1]

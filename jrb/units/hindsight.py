@@ -17,6 +17,7 @@ from jrb.types.parts import check_part
 from jrb.units import episodes
 from jrb.units.episodes import EpisodeTable
 from jrb.units.frame_stack import FrameStack
+from jrb.units.packed import Packed
 from jrb.units.sequence import Sequence
 from jrb.units.transition import Transition, WrappingUnit
 
@@ -109,9 +110,9 @@ class Hindsight(WrappingUnit):
         """Raises unless rows are in order of time, and those of one anchor in one episode."""
         checks.chronological("Hindsight", writer)
         self.unit.check(ring, sampler, writer)
-        if isinstance(self.unit, Hindsight | FrameStack):
+        if isinstance(self.unit, Hindsight | FrameStack | Packed):
             raise ValueError(
-                f"Hindsight: unit: expected one of single rows, as they are stored, got "
+                f"Hindsight: unit: expected one of an item or a window, as it is stored, got "
                 f"{type(self.unit).__name__}. Stacks go around: FrameStack(k, unit=Hindsight(...))."
             )
         if isinstance(self.unit, Sequence) and self.unit.cross_episodes:

@@ -211,9 +211,10 @@ class Sequence(Unit):
         """Raises if no window fits into the ring, or the writer or sampler do not fit."""
         checks.window("Sequence: burn_in + length", self.burn_in + self.length, ring.rows)
         checks.chronological("Sequence", writer)
-        if self.sample_by == "episodes" and isinstance(sampler, PrioritizedSampler):
+        reads = sampler.reads is not None or sampler.reads_written
+        if self.sample_by == "episodes" and (reads or isinstance(sampler, PrioritizedSampler)):
             raise ValueError(
-                f"Sequence: sample_by='episodes': expected a sampler without priorities, got "
+                f"Sequence: sample_by='episodes': expected a sampler that draws all alike, got "
                 f"{type(sampler).__name__}. It would say two things about how likely a row is: "
                 "each episode alike, and each row by its priority. Use sample_by='windows'."
             )
