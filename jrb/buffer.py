@@ -459,10 +459,10 @@ class ReplayBuffer:
     ) -> BufferState:
         """Does `update_priority`; with `donate`, writes the sampler's arrays in place."""
         self._prioritized("update_priority")
-        shapes, mask = [], True
+        shapes, mask, num_axes = [], True, 1
         if isinstance(which, Sample):
             check_origin("update_priority", which, self._origin)
-            mask = which.mask
+            mask, num_axes = which.mask, 1 if self.unit.anchors_per_entry == 1 else 2
             # One priority for each anchor, or those of the rows, which the unit reduces.
             shapes = [which.indices.shape, *self.unit.priority_shapes(mask.shape)]
         else:
@@ -470,7 +470,8 @@ class ReplayBuffer:
             shapes = [which.shape]
         if not donate:
             warn_of_refused(self, "update_priority", priorities, mask, depth=4)
-        return eager.update(self, state, which, checks.priorities(priorities, shapes), donate)
+        priorities = checks.priorities(priorities, shapes, num_axes)
+        return eager.update(self, state, which, priorities, donate)
 
     @explained
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
@@ -848,11 +849,11 @@ class ReplayBuffer:
             for name, leaf in named
             if name in stored and jnp.ndim(leaf) == stored[name].ndim + 2
         ]
-        if not leads:
+        if not leads and sample.indices.ndim == 1:
             return sample, (sample.indices.size,)
         shapes = self.unit.priority_shapes(sample.mask.shape)
         # With burn-in or without: both are shapes that the unit takes.
-        lead = leads[0] if leads[0] in shapes else sample.mask.shape
+        lead = leads[0] if leads and leads[0] in shapes else sample.mask.shape
         if not self.writer.generation_is_lap:
             raise TypeError(
                 f"set: expected a writer whose stamps tell rows of windows apart, got "
@@ -860,8 +861,18 @@ class ReplayBuffer:
             )
         row_steps: Any = self.unit.row_steps
         # Rows of a window have the stamp of its anchor, or one lap more or less across the seam.
-        slots, laps = self.ring.rows_near(sample.indices, row_steps[-lead[1] :])
-        fields = {"indices": slots, "stamp": sample.stamp[:, None] + laps}
+        if sample.indices.ndim == 1:
+            slots, laps = self.ring.rows_near(sample.indices, row_steps[-lead[1] :])
+            stamp = sample.stamp[:, None]
+        else:
+            # Each row belongs to one of several anchors.
+            number = jnp.maximum(sample.info["segment"] - 1, 0)
+            first, stamp = (
+                jnp.take_along_axis(it, number, axis=1) for it in (sample.indices, sample.stamp)
+            )
+            slots = sample.info["slots"]
+            laps = (slots < first).astype(jnp.uint32)
+        fields = {"indices": slots, "stamp": stamp + laps}
         fields["mask"] = sample.mask[:, -lead[1] :]
         flat = {name: array.reshape(-1) for name, array in fields.items()}
         return sample.replace(**flat), lead

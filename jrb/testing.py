@@ -29,7 +29,7 @@ import numpy as np
 
 import jrb
 from jrb._core import eager, editing
-from jrb._core.steps import context_of, num_anchors
+from jrb._core.steps import context_of, has_item, leaves_read, num_anchors
 from jrb._util import pytree
 from jrb._util.public import PublicNames
 from jrb._util.pytree import PyTree, SpecKey
@@ -305,11 +305,12 @@ def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
     # A unit that reads other rows than those of its anchors has to know the ends, also those that
     # `truncate` makes; find out by the slots that it reads.
     context = context_of(buffer, state.writer)
-    slots = _draw(buffer, state, jax.random.key(10))[1].indices
+    slots = _draw(buffer, state, jax.random.key(10))[1].indices.reshape(-1)
     mask = jnp.ones(slots.shape, jnp.bool_)
     plan = buffer.unit.plan_read(context, state.unit, slots, mask, jax.random.key(11))
     names = pytree.leaf_names(buffer.stored(state))
-    if any((slots != plan.where(name).T).any() for name in names):
+    reads = [plan.where(name) for name in names]
+    if any(len(one) != len(slots) or (slots != one.T).any() for one in reads):
         is_ordered = buffer.writer.is_chronological
         newest = buffer.newest(state, 1)[0] if is_ordered else jnp.zeros(0, jnp.int32)
         ends = buffer.unit.is_episode_end(context, state.unit, newest.reshape(-1))
@@ -331,8 +332,10 @@ def check_options(buffer: ReplayBuffer, example: Item) -> None:
         right = (stored < 0).at[: new.size].max(stored[: new.size] == new.reshape(-1))
         _expect(right.all(), "priorities that come with rows are those of the anchors there")
     # The batch size of a call overrides that of the buffer.
-    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(_draw(buffer, state, key, batch_size=5)[1])}
-    _expect(sizes == {5}, "batch_size is that of every leaf of the sample", f"got {sizes}")
+    size = 3 * (buffer.batch_size or 1)
+    sample = _draw(buffer, state, key, batch_size=size)[1]
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(sample)}
+    _expect(sizes == {size}, "batch_size is that of every leaf of the sample", f"got {sizes}")
     if not sampler.consumes and buffer.can_sample(state):
         _check_weights(buffer, state, key)
 
@@ -352,14 +355,15 @@ def _check_weights(buffer: ReplayBuffer, state: BufferState, key: jax.Array) -> 
             _expect_even(undone, contract, 1e-3)
     # The factor is the greatest weight of the batch, or of all anchors.
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
-    greatest = {"batch": 1, None: 1 / (int(anchors.count) * float(np.min(batch.probabilities)))}
+    greatest = {"batch": 1, None: 1 / (int(anchors.count) * float(np.min(chances)))}
     if isinstance(sampler, PrioritizedSampler) and batch.mask.all():
         kind, got = sampler.normalize, np.max(batch.weights)
         right = kind not in greatest or np.isclose(got, greatest[kind], rtol=1e-3)
         contract = f"weights are divided as `normalize` says, {kind}{_UNWEIGHTED}"
         _expect(right, contract, f"the greatest is {got}")
     # Anchors are drawn as often as their probabilities say, by each sampler of a mixture.
-    if not np.asarray(batch.mask).reshape(_NUM_DRAWS, -1).any(axis=1).all():
+    # Of several anchors in an entry, the unit keeps those that fit.
+    if batch.indices.ndim > 1 or not has_item(batch).all():
         return
     source = np.asarray(batch.info.get("sampler", np.zeros(_NUM_DRAWS, np.int32)))
     for number in np.unique(source):
@@ -387,8 +391,10 @@ def check_edited(buffer: ReplayBuffer, example: Item) -> None:
         slots = slots[: int(count)]
         some, others = slots[:: 2 * buffer.ring.envs], slots[1 :: 2 * buffer.ring.envs]
         kept, new = buffer.take(state, some), rows(example, jnp.float32(7), len(some))
+        # Nor may leaves be set that the sampler has read as items were written.
+        kept_names = names | leaves_read(buffer, kept, buffer.sampler.reads_written).keys()
         items = jax.tree_util.tree_map_with_path(
-            lambda path, old, leaf: old if pytree.leaf_name(path) in names else leaf, kept, new
+            lambda path, old, leaf: old if pytree.leaf_name(path) in kept_names else leaf, kept, new
         )
         with contextlib.suppress(MissingMethodError):
             after = buffer.set(state, some, items)
@@ -455,17 +461,19 @@ def check_sharded(buffer: ReplayBuffer, example: Item) -> None:
             single = whole.update_priority(single, jnp.arange(total, dtype=jnp.int32), new)
         draw = (key, _NUM_DRAWS, 1.0)
         batch, other = sharded.sample(state, *draw), whole.sample(single, *draw)
-        slots = slots[np.asarray(batch.info["shard"]), np.asarray(batch.indices)]
+        shard = np.asarray(batch.info["shard"]).reshape(-1, *(1,) * (batch.indices.ndim - 1))
+        slots = slots[shard, np.asarray(batch.indices)]
         _expect_as_single(buffer.sampler, slots, batch, other)
 
 
 def _expect_as_single(sampler: Any, slots: np.ndarray, batch: Sample, other: Sample) -> None:
     """Raises unless `batch`, from shards with beta 1, is drawn like `other`, from a single buffer.
 
-    `slots`, int `[B]`, are the slots of the batch's items in the single buffer.
+    `slots`, int like `indices`, are the slots of the batch's items in the single buffer.
     """
     drawn = np.asarray(batch.probabilities) > 0
-    shard, slots = np.asarray(batch.info["shard"])[drawn], slots[drawn]
+    shard = np.asarray(batch.info["shard"]).reshape(-1, *(1,) * (slots.ndim - 1))
+    shard, slots = np.broadcast_to(shard, slots.shape)[drawn], slots[drawn]
     chances = np.asarray(batch.probabilities, np.float64)[drawn]
     first = np.unique(slots, return_index=True)[1]
     # Each shard draws equally many items, whatever its part of the mass: an item of probability P
@@ -477,7 +485,7 @@ def _expect_as_single(sampler: Any, slots: np.ndarray, batch: Sample, other: Sam
     # Compare with the single buffer, if it has drawn the same anchors. The newest half of an odd
     # number of anchors, for example, is another one in shards.
     fields = (other.indices, other.probabilities, other.weights)
-    entries = zip(*(np.asarray(field).tolist() for field in fields), strict=True)
+    entries = zip(*(np.asarray(field).reshape(-1).tolist() for field in fields), strict=True)
     single = {slot: (chance, weight) for slot, chance, weight in entries if chance > 0}
     if not single or single.keys() != set(slots):
         return
@@ -593,8 +601,7 @@ def _expect_held(buffer: ReplayBuffer, state: BufferState, when: str) -> None:
     # Draw some batches, whose entries that are no padding must be of held items.
     for key in jax.random.split(jax.random.key(12), 4 if buffer.can_sample(state) else 0):
         batch = buffer.sample(state, key)
-        drawn = np.asarray(batch.mask).reshape(len(batch.indices), -1).any(axis=1)
-        sampled = set(np.asarray(batch.indices)[drawn].tolist())
+        sampled = set(np.asarray(batch.indices)[np.asarray(has_item(batch))].tolist())
         text = f"got the slots {sorted(sampled - held)}, which hold nothing"
         _expect(sampled <= held, f"{when}, only items that are held are drawn", text)
 

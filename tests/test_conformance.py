@@ -25,8 +25,14 @@ SAMPLERS = [
     jrb.Prioritized(normalize=None, new_priority=2.0, stratified=False),
     jrb.Prioritized(normalize="buffer"),
     jrb.Weighted(weights.every, leaves=(("next", "reward"),), beta=1.0),
+    jrb.Grouped("key", 16, 2),
 ]
-EXAMPLE = {"x": jnp.zeros(16), "flag": jnp.bool_(False), "next": {"reward": jnp.float32(0)}}
+EXAMPLE = {
+    "x": jnp.zeros(16),
+    "key": jnp.int8(0),
+    "flag": jnp.bool_(False),
+    "next": {"reward": jnp.float32(0)},
+}
 
 
 @component
@@ -72,6 +78,7 @@ def test_samplers_keep_the_contracts(sampler, num_envs):
 
 EPISODIC = {
     "observation": jnp.zeros(16),
+    "key": jnp.int8(0),
     "next": {
         "observation": jnp.zeros(16),
         "reward": jnp.float32(0),
@@ -84,6 +91,8 @@ PARTS = [
     {"unit": jrb.Sequence(3, sample_by="episodes", partial="pad")},
     {"unit": jrb.Sequence(3, stride=2, partial="pad"), "sampler": jrb.Prioritized()},
     {"unit": jrb.Sequence(3, sample_by="whole_episodes"), "sampler": jrb.Prioritized()},
+    {"unit": jrb.Packed(4, 3), "sampler": jrb.Prioritized(count_draws=True)},
+    {"unit": jrb.Packed(4, 2), "sampler": jrb.WithoutReplacement()},
     {"unit": jrb.FrameStack(3), "sampler": jrb.Queue()},
     {"storage": jrb.DeviceStorage(share_next_observations=True), "unit": jrb.NStep(2, 0.9)},
     {"writer": jrb.MaxValue(("next", "reward"))},

@@ -15,7 +15,7 @@ from jax import lax
 
 from jrb._core import transforming
 from jrb._util import pytree
-from jrb._xla import dependencies, gather
+from jrb._xla import dependencies, gather, random_bits
 from jrb._xla.compiling import by_description, kept_by_description, standalone_program
 from jrb.keys import Path, episode_changes, leaves_at, path_name
 from jrb.state import Buffer, BufferState, Sample
@@ -35,6 +35,9 @@ from jrb.types import (
 )
 from jrb.types.messages import Anchors, DrawInputs, PartState, SlotFacts, put_rows
 from jrb.types.sampler import missing_method
+
+
+_ORDER = 5  # the number that `random_bits.fold` gets for the order of anchors of one draw
 
 
 def context_of(buffer: Buffer, writer: PartState) -> Context:
@@ -278,6 +281,11 @@ def choose(
     )
     if per_entry == 1:
         return sampler, drawn
+    if not buffer.sampler.consumes:
+        # In a random order, as stratified draws ascend, and some of the last ones are left out.
+        bits = random_bits.bits(random_bits.fold(key, _ORDER), drawn.mask.shape)
+        order = jnp.argsort(bits)
+        drawn = jax.tree.map(lambda leaf: leaf[order], drawn)
     # The sampler takes back the anchors for which the unit has no room.
     context = context_of(buffer, state.writer)
     drawn, left = buffer.unit.arrange(context, state.unit, drawn)

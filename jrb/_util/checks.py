@@ -207,10 +207,13 @@ def chronological(name: str, writer: Any) -> None:
         )
 
 
-def priorities(value: object, shapes: list[tuple[int, ...]]) -> jax.Array:
-    """Returns priorities as float32, of one of `shapes`, the first of which is the indices'."""
+def priorities(value: object, shapes: list[tuple[int, ...]], num_axes: int = 1) -> jax.Array:
+    """Returns priorities as float32, of one of `shapes`, the first of which is the indices'.
+
+    Indices have `num_axes` axes.
+    """
     array = real_numbers("update_priority: priorities", value)
-    if len(shapes[0]) != 1:
+    if len(shapes[0]) != num_axes:
         raise ValueError(
             f"update_priority: indices: expected shape (B,), got {shapes[0]}. Flatten them, or "
             "vmap over the states too."

@@ -64,13 +64,14 @@ class Grouped(ShardedSampler):
     A batch of B has B / K groups, one after another: reshape its leaves to `[B / K, K, ...]`. The
     items of a group are in the order in which they entered; if a group has fewer than K, its last
     entries are masked. `Sample.info["group"]`, int32 `[B]`, is the key of each entry's group. The
-    probability and the weight of an item are those of its group. Use it for the completions of a
-    prompt (GRPO), for tasks in meta-learning, or for levels.
+    weight of an item is that of its group, and its probability that of its group by K. Use it for
+    the completions of a prompt (GRPO), for tasks in meta-learning, or for levels.
 
     The last K items of a key form its group. At most G groups are known: if there is another key,
     the group goes to which no item was added for the longest time, and its items are not drawn any
     more. If anchors enter later than their rows, as episodes do, a group gets them then. Edits of
-    the key are refused. A write of an item costs O(G), and a draw O(G + B).
+    the key are refused. A write of an item costs O(G), a draw O(G + B), and `extend` writes row by
+    row.
 
     With `jrb.Sharded`, each shard has its own groups: write the items of a group to one shard.
 
@@ -105,6 +106,8 @@ class Grouped(ShardedSampler):
     sampler: ShardedSampler = Uniform()
     partial: Literal["pad", "drop"] = "pad"
     count_draws: bool = False
+    # Which group goes may depend on what the row before has overwritten.
+    row_by_row: ClassVar[bool] = True
     reads: ClassVar[tuple[Path, ...] | None] = property(  # pyright: ignore[reportAssignmentType]
         lambda self: self.sampler.reads
     )
@@ -196,7 +199,7 @@ class Grouped(ShardedSampler):
         mask = each.mask & (slots < ring.capacity)
         return state, each.replace(
             slots=jnp.where(mask, slots, 0),
-            probabilities=jnp.where(mask, each.probabilities, 0.0),
+            probabilities=jnp.where(mask, each.probabilities * (1 / self.per_group), 0.0),
             weights=jnp.where(mask, each.weights, 0.0),
             mask=mask,
             group=jnp.repeat(keys, self.per_group),
@@ -251,7 +254,8 @@ class Grouped(ShardedSampler):
     def stats(self, ring: Ring, state: GroupedState, anchors: Anchors) -> ShardStats:
         """Returns the statistics of this shard's groups."""
         groups, own = self._groups(state, anchors)
-        return self.sampler.stats(self._ring, own, groups)
+        stats = self.sampler.stats(self._ring, own, groups)
+        return stats.replace(num_anchors=stats.num_anchors * self.per_group)
 
     def exponent(self, beta: jax.Array | float | None) -> jax.Array:
         """Returns the exponent of the sampler of groups."""

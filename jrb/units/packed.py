@@ -111,9 +111,7 @@ class Packed(WrappingUnit):
         """Returns True for rows that were written or truncated as ends."""
         return self.unit.is_episode_end(context, state.unit, slots)
 
-    def arrange(
-        self, context: Context, state: PackedState, drawn: Draw
-    ) -> tuple[Draw, jax.Array]:
+    def arrange(self, context: Context, state: PackedState, drawn: Draw) -> tuple[Draw, jax.Array]:
         """Puts the first drawn episodes that fit into rows; returns how many are left out."""
         lengths = jnp.where(drawn.mask, self._lengths(context, state, drawn.slots), 0)
         number, entry = _fit_in_rows(lengths, self.max_episodes, self.length)
@@ -176,9 +174,7 @@ class Packed(WrappingUnit):
         return jnp.clip(lengths, 1, self.length if most is None else most)
 
 
-def _fit_in_rows(
-    lengths: jax.Array, per_row: int, limit: int
-) -> tuple[jax.Array, jax.Array]:
+def _fit_in_rows(lengths: jax.Array, per_row: int, limit: int) -> tuple[jax.Array, jax.Array]:
     """Fits the first of some episodes into rows of limited length.
 
     Args:
