@@ -36,7 +36,6 @@ from jrb.types import (
 from jrb.types.messages import Anchors, DrawInputs, PartState, SlotFacts, put_rows
 from jrb.types.sampler import missing_method
 
-
 _ORDER = 5  # the number that `random_bits.fold` gets for the order of anchors of one draw
 
 
