@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers 
     from jrb.sharding import Sharded as Sharded
     from jrb.state import BufferState as BufferState
     from jrb.state import Sample as Sample
+    from jrb.storages import CompressedStorage as CompressedStorage
     from jrb.storages import DeviceStorage as DeviceStorage
     from jrb.storages import ListStorage as ListStorage
     from jrb.storages import MemmapStorage as MemmapStorage
@@ -106,7 +107,7 @@ _HOMES = {
     ),
     "sharding": "Sharded",
     "state": "BufferState Sample",
-    "storages": "DeviceStorage ListStorage MemmapStorage SpillStorage",
+    "storages": "CompressedStorage DeviceStorage ListStorage MemmapStorage SpillStorage",
     "sum_tree": "sum_tree",
     "tables": "to_arrow to_pandas",
     "testing": "testing",

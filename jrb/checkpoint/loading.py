@@ -19,7 +19,7 @@ from jrb._store.threads import run_all
 from jrb._util import casting, pytree
 from jrb._xla import compat
 from jrb._xla.compiling import by_description
-from jrb.checkpoint import descriptions, manifest, saving, schema
+from jrb.checkpoint import descriptions, frames, manifest, saving, schema
 from jrb.checkpoint.descriptions import Several
 from jrb.checkpoint.manifest import EXTRA
 from jrb.checkpoint.saving import Hook, check_result, sampled_indices
@@ -28,6 +28,7 @@ from jrb.mix import Description, Mix
 from jrb.sharding import Sharded
 from jrb.state import Buffer, BufferState, Device
 from jrb.storages import DeviceStorage
+from jrb.storages.compressed import CompressedRows, CompressedStorage
 from jrb.storages.device import next_observation_rows, shared_leaves
 from jrb.storages.host_rows import bytes_of
 from jrb.storages.memmap import ITEMS, item_sources
@@ -226,6 +227,8 @@ def _load_buffer(
     if buffer.storage.of_objects:
         storage = _load_objects(checkpoint, buffer, state, options, device)
         return buffer, state.replace(storage=storage)
+    if isinstance(buffer.storage, CompressedStorage) and not form:
+        return buffer, attach_rows(buffer, state, _load_compressed(checkpoint, buffer, spec), 0)
     parts = read_pieces(checkpoint, buffer, state, spec, options)
     if parts is None:
         return buffer, state
@@ -256,6 +259,21 @@ def _load_objects(
             )
     view = eager.init(buffer, {}, None).storage
     return view.with_rows(view.rows, view.rows.edit(view.version, slots, list(objects)))
+
+
+def _load_compressed(checkpoint: OpenedCheckpoint, buffer: Buffer, spec: Item) -> CompressedRows:
+    """Returns rows as they were saved, of which those that are compressed stay so."""
+    rows = eager.init(buffer, spec, None).storage.rows
+    sources, kinds = item_sources(spec, rows.capacity), checkpoint.kinds()
+    for number, (name, want) in enumerate(sources.items()):
+        kind, is_compressed = kinds.get(name), rows.is_compressed[number]
+        if kind is None or (not is_compressed and kind != (want.kind, want.rows * want.width)):
+            raise DamagedError(f"{checkpoint.path}: {want.label}: got an array of kind {kind}.")
+        if is_compressed:
+            frames.load_frames(checkpoint.store.arrays[checkpoint.prefix + name], rows, number)
+        else:
+            checkpoint.fill(name, rows.columns[number])
+    return rows
 
 
 # The items of a buffer, in pieces.

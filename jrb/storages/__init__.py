@@ -1,6 +1,7 @@
 """Storages keep the items: they write rows to slots, and read them."""
 
 from jrb._util.public import PublicNames
+from jrb.storages.compressed import CompressedStorage
 from jrb.storages.device import DeviceStorage
 from jrb.storages.host_rows import HostRows, HostStorage, PlainRows
 from jrb.storages.memmap import MemmapStorage
@@ -8,6 +9,7 @@ from jrb.storages.objects import ListStorage
 from jrb.storages.spill import SpillStorage
 
 __all__ = [
+    "CompressedStorage",
     "DeviceStorage",
     "HostRows",
     "HostStorage",

@@ -192,6 +192,10 @@ class PlainRows(HostRows):
     def write_rows(self, slots: np.ndarray, leaves: list[np.ndarray]) -> None:
         """Writes leaves `[B, ...]`, of the specs in `raw`, at distinct slots, int64 `[B]`."""
 
+    def prepare_rows(self, leaves: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns what `write_rows` gets for these leaves; if it raises, nothing has changed."""
+        return leaves
+
     @abc.abstractmethod
     def read_rows(self, leaf: int, slots: np.ndarray) -> Any:
         """Returns leaf number `leaf` at slots, integers `[B]`, in any order and repeated."""
@@ -204,6 +208,7 @@ class PlainRows(HostRows):
             np.asarray(leaf).reshape(len(flat), *spec.shape)[which]
             for leaf, spec in zip(leaves, self.raw, strict=True)
         ]
+        rows = self.prepare_rows(rows)
         # Set before the rows are written: if that fails, or while another thread reads, readers see
         # that rows may have changed.
         self._newest += 1
