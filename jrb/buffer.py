@@ -235,11 +235,11 @@ class ReplayBuffer:
             ValueError: the folder of the storage is not empty, or N is above 2^31 - 1.
             OSError: the disk of the storage has no room.
         """
-        makes_files = on_host(self) and not self.storage.of_objects
-        if makes_files and eager.is_traced(example, jnp.zeros(())):
+        makes_rows = on_host(self) and not self.storage.of_objects
+        if makes_rows and eager.is_traced(example, jnp.zeros(())):
             raise TypeError(
-                "init: expected to be called outside jit, vmap and scan, as it makes files. Make "
-                "the state before, and pass it as an argument."
+                "init: expected to be called outside jit, vmap and scan, as it makes rows on the "
+                "host. Make the state before, and pass it as an argument."
             )
         spec = None if self.storage.of_objects else self._stored_spec(example)
         return eager.init(self, spec, device)

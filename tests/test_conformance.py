@@ -138,7 +138,11 @@ def test_a_sampler_of_ones_own_keeps_the_contracts():
 
 @pytest.mark.parametrize(
     ("storage", "unit"),
-    [(jrb.MemmapStorage(), jrb.NStep(3, 0.9)), (jrb.SpillStorage(None, 16), jrb.Transition())],
+    [
+        (jrb.MemmapStorage(), jrb.NStep(3, 0.9)),
+        (jrb.SpillStorage(None, 16), jrb.Transition()),
+        (jrb.CompressedStorage(min_bytes=1), jrb.Sequence(3)),
+    ],
     ids=name_of,
 )
 def test_storages_on_the_host_keep_the_contracts(storage, unit):

@@ -18,6 +18,7 @@ STORAGES = {
     "once": lambda: jrb.DeviceStorage(share_next_observations=True, terminal_capacity=8),
     "memmap": lambda: jrb.MemmapStorage(None),
     "spill": lambda: jrb.SpillStorage(None, 4),
+    "compressed": lambda: jrb.CompressedStorage(min_bytes=1),
 }
 
 

@@ -292,6 +292,7 @@ COMPOSITIONS += [
     {"storage": jrb.DeviceStorage(share_next_observations=True)},
     {"storage": jrb.MemmapStorage()},
     {"storage": jrb.SpillStorage(None, 16)},
+    {"storage": jrb.CompressedStorage(min_bytes=1)},
     {"transforms": (jrb.transforms.Scale(2.0),)},
     {"min_size": 2, "cast": True},
 ]

@@ -17,6 +17,7 @@ STORAGES = {
     "device": lambda: jrb.DeviceStorage(),
     "memmap": lambda: jrb.MemmapStorage(None),
     "spill": lambda: jrb.SpillStorage(None, 4),
+    "compressed": lambda: jrb.CompressedStorage(min_bytes=1),
 }
 
 

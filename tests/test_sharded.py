@@ -589,7 +589,12 @@ REFUSED = [
             lambda b, storage=storage: jrb.Sharded(dataclasses.replace(b, storage=storage), 8),
             r"Use one buffer per process, or jrb\.remote\.serve\(buffer, example",
         )
-        for storage in (jrb.MemmapStorage("rows"), jrb.SpillStorage(None, 2), jrb.ListStorage())
+        for storage in (
+            jrb.MemmapStorage("rows"),
+            jrb.SpillStorage(None, 2),
+            jrb.ListStorage(),
+            jrb.CompressedStorage(),
+        )
     ],
 ]
 

@@ -173,6 +173,7 @@ OTHERS = [  # with `PARTS`, every part that jrb exports
     {"sampler": jrb.Prioritized(), "unit": WHOLE},
     {"unit": jrb.FrameStack(2, unit=jrb.NStep(2, 0.9))},
     {"sampler": jrb.Prioritized(), "storage": jrb.SpillStorage(None, 4)},
+    {"storage": jrb.CompressedStorage(min_bytes=1), "unit": jrb.NStep(2, 0.9)},
     {"writer": jrb.MaxValue("action"), "sampler": jrb.Prioritized()},
     {"transforms": (jrb.transforms.RewardToGo(to="window"),), "unit": WHOLE},
 ]

@@ -22,6 +22,7 @@ STORAGES = {
     "device": lambda: jrb.DeviceStorage(),
     "memmap": lambda: jrb.MemmapStorage(None),
     "spill": lambda: jrb.SpillStorage(None, 6),
+    "compressed": lambda: jrb.CompressedStorage(min_bytes=1),
 }
 
 

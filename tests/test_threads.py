@@ -15,6 +15,7 @@ STORAGES = {
     "device": lambda path: jrb.DeviceStorage(),
     "files": lambda path: jrb.MemmapStorage(path / "store"),
     "spill": lambda path: jrb.SpillStorage(path / "store", device_capacity=4),
+    "compressed": lambda path: jrb.CompressedStorage(min_bytes=1),
 }
 
 

@@ -67,12 +67,11 @@ def load_frames(array: BlockArray, rows: CompressedRows, leaf: int) -> None:
 
     def load(group: int) -> None:
         slots = np.arange(group * size, rows.capacity)[:size]
-        where = f"{array.path}: {spec.label}, slots {slots[0]} to {slots[-1]}"
         data = np.zeros((pages, PAGE), np.uint8)
         try:
             array.fill(data, group * pages)
         except DamagedError as error:
-            raise DamagedError(f"{where}: {error}") from error
+            raise DamagedError(f"{error} They hold slots {slots[0]} to {slots[-1]}.") from error
         lengths = data.reshape(-1)[: size * _LENGTH.itemsize].view(_LENGTH)[: len(slots)]
         text, stop = data.tobytes(), size * _LENGTH.itemsize
         for slot, length in zip(slots.tolist(), lengths.tolist(), strict=False):
@@ -80,7 +79,10 @@ def load_frames(array: BlockArray, rows: CompressedRows, leaf: int) -> None:
             # blosc2 writes as many bytes as a frame says, wherever they go.
             sizes = rows.blosc2.get_cbuffer_sizes(frame) if len(frame) >= 32 else (0, 0, 0)
             if length and sizes[:2] != (width, length):
-                raise DamagedError(f"{where}: slot {slot}: expected a row of {width} bytes.")
+                raise DamagedError(
+                    f"{array.path}: {spec.label}: slot {slot}: expected a row of {width} bytes, "
+                    f"got a frame of {sizes[0]}."
+                )
             rows.columns[leaf][slot] = frame
 
     groups = np.unique(np.flatnonzero(array.positions >= 0) // pages).tolist()

@@ -145,7 +145,11 @@ def test_only_anchors_are_summed_up():
     assert found["never"] == 0.0 and found["mean"] == 1.0
 
 
-@pytest.mark.parametrize("storage", [jrb.MemmapStorage(), jrb.ListStorage()], ids=repr)
+@pytest.mark.parametrize(
+    "storage",
+    [jrb.MemmapStorage(), jrb.ListStorage(), jrb.CompressedStorage(min_bytes=1)],
+    ids=repr,
+)
 def test_draws_from_the_host_are_counted(storage):
     sampler = jrb.Uniform(count_draws=True)
     buffer = jrb.ReplayBuffer(6, batch_size=4, sampler=sampler, storage=storage)

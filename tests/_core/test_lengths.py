@@ -58,6 +58,7 @@ BUFFERS = {
     "cast": {"cast": True, **PRIORITIZED},
     "memmap": {"storage": jrb.MemmapStorage(None), **PRIORITIZED},
     "spill": {"storage": jrb.SpillStorage(None, device_capacity=40), "num_envs": 2},
+    "compressed": {"storage": jrb.CompressedStorage(min_bytes=1), **PRIORITIZED},
     "sharded": {"num_envs": 2, **PRIORITIZED},
 }
 

@@ -46,6 +46,7 @@ PARTS = {
     "device": {},
     "prioritized": {"sampler": jrb.Prioritized(), "unit": jrb.NStep(2, 0.9)},
     "memmap": {"storage": jrb.MemmapStorage(None)},
+    "compressed": {"storage": jrb.CompressedStorage(min_bytes=1)},
     "windows": {"unit": jrb.Sequence(2)},
 }
 

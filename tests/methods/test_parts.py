@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.Priority
 
 E, ROWS, PROGRAMS = 2, 3, 60
 MEMMAP, SPILL = jrb.MemmapStorage(None), jrb.SpillStorage(None, 2 * E)
+COMPRESSED = jrb.CompressedStorage(min_bytes=1)
 COUNTED = jrb.Prioritized(count_draws=True)
 HELD = jrb.Prioritized(new_priority="largest_held")
 IN_ORDER = jrb.WithoutReplacement(shuffle=False, count_draws=True)
@@ -29,6 +30,8 @@ ARRAYS = [
     ("windows of a period", COUNTED, jrb.PerEnvironment(), MEMMAP),
     ("stacks", jrb.Newest(count=2), jrb.ReadOnly(), SPILL),
     ("transition", jrb.Uniform(False), jrb.MaxValue(("next", "reward")), MEMMAP),
+    ("stacks", HELD, jrb.PerEnvironment(), COMPRESSED),
+    ("transition", jrb.Uniform(), jrb.Reservoir(0), COMPRESSED),
 ]
 OBJECTS = [
     ("transition", HELD, jrb.RoundRobin(), jrb.ListStorage()),

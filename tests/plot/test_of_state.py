@@ -41,6 +41,7 @@ KINDS = {
     "lines": {"unit": jrb.Sequence(2), "num_envs": 2},
     "memmap": {"storage": jrb.MemmapStorage(None), "num_envs": 2},
     "spill": {"storage": jrb.SpillStorage(None, 8), "num_envs": 2},
+    "compressed": {"storage": jrb.CompressedStorage(min_bytes=1), "num_envs": 2},
 }
 
 

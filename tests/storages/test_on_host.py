@@ -39,6 +39,7 @@ STORAGES = {
     "memmap": lambda: jrb.MemmapStorage(),
     "spill": lambda: jrb.SpillStorage(None, 6),
     "spill all": lambda: jrb.SpillStorage(None, 600),
+    "compressed": lambda: jrb.CompressedStorage(min_bytes=1),
 }
 
 
@@ -67,6 +68,7 @@ CASES = [
     ("memmap", "sequence", 2),
     ("spill", "stack", 2),
     ("spill all", "n-step", 2),
+    ("compressed", "stack", 2),
 ]
 
 
@@ -151,7 +153,9 @@ def test_compiled_methods_write_in_place_what_the_others_write(storage, writer, 
         methods[1].update_priority(adds[1], one, jnp.arange(8.0))
 
 
-@pytest.mark.parametrize(("storage", "unit"), [("memmap", "stack"), ("spill", "sequence")])
+@pytest.mark.parametrize(
+    ("storage", "unit"), [("memmap", "stack"), ("spill", "sequence"), ("compressed", "n-step")]
+)
 def test_draws_inside_jit_are_those_of_the_device(storage, unit):
     parts = {"capacity": 12, "num_envs": 2, "batch_size": 8, "unit": UNITS[unit]}
     parts["sampler"] = jrb.Prioritized()
@@ -190,9 +194,10 @@ def numbered(*numbers):
 
 
 BOTH = [lambda path=None: jrb.MemmapStorage(path), lambda path=None: jrb.SpillStorage(path, 2)]
+ALL = [*BOTH, STORAGES["compressed"]]
 
 
-@pytest.mark.parametrize("storage", BOTH)
+@pytest.mark.parametrize("storage", ALL)
 def test_a_stale_state_is_refused(storage):
     buffer, state = pair(storage())
     state = buffer.extend(state, numbered(*range(8)))
@@ -212,7 +217,7 @@ def test_a_stale_state_is_refused(storage):
     assert buffer.sample(newer, KEY).data["x"].shape == (16, 2)
 
 
-@pytest.mark.parametrize("storage", BOTH)
+@pytest.mark.parametrize("storage", ALL)
 def test_vmap_is_refused_with_what_to_do(storage):
     buffer, state = pair(storage())
     state = buffer.add(state, {"x": jnp.zeros(2)})

@@ -75,6 +75,7 @@ def storages(name, path):
     }
     made |= {"memmap": jrb.MemmapStorage(), "own": jrb.MemmapStorage(path)}
     made |= {"spill": jrb.SpillStorage(path, device_capacity=6)}
+    made |= {"compressed": jrb.CompressedStorage(min_bytes=1)}
     return made[name.removeprefix("h5-")], path + ".h5" * name.startswith("h5")
 
 
@@ -88,6 +89,7 @@ def storages(name, path):
         ("own", None, 61),
         ("memmap", 2, 40),
         ("spill", None, 40),
+        ("compressed", 2, 40),
         ("once", None, 61),
         ("h5-device", 3, 20),
         ("h5-memmap", None, 40),
