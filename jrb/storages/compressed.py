@@ -32,8 +32,8 @@ class CompressedRows(PlainRows):
         blosc2: the module.
         widths: the bytes of a row of each leaf, before it is compressed.
         is_compressed: for each leaf, True if its rows are.
-        columns: the rows of each leaf: arrays `[N, ...]`; or if they are compressed, their
-            *frames*, bytes in an array of objects `[N]`, empty for a row that was never written.
+        columns: the rows of each leaf, `[N, ...]`; or if they are compressed, their *frames*:
+            objects `[N]`, bytes, which are empty where nothing was ever written.
         num_pages: for each leaf, the pages that a checkpoint has for each group of slots.
     """
 
@@ -46,11 +46,10 @@ class CompressedRows(PlainRows):
         self.blosc2.set_releasegil(True)
         self.widths: list[int] = list(map(pytree.nbytes, self.raw))
         self.is_compressed: list[bool] = [width >= min_bytes for width in self.widths]
+        blank = lambda leaf: np.zeros((capacity, *leaf.shape), leaf.dtype)
         self.columns: list[np.ndarray] = [
-            np.full(capacity, b"", object)
-            if large
-            else np.zeros((capacity, *leaf.shape), leaf.dtype)
-            for large, leaf in zip(self.is_compressed, self.raw, strict=True)
+            np.full(capacity, b"", object) if is_large else blank(leaf)
+            for is_large, leaf in zip(self.is_compressed, self.raw, strict=True)
         ]
         self.num_pages: list[int] = [1] * len(self.columns)
         codec = self.blosc2.Codec.LZ4 if level == 1 else self.blosc2.Codec.ZSTD
@@ -64,12 +63,9 @@ class CompressedRows(PlainRows):
     def _compress(self, leaf: np.ndarray) -> np.ndarray:
         """Returns the frames of the rows of a leaf, `[B, ...]`."""
         filters, is_byte = self.blosc2.Filter, leaf.itemsize == 1 and leaf.dtype != np.bool_
-        compress = functools.partial(
-            self.blosc2.compress2,
-            typesize=leaf.itemsize,
-            filters=[filters.NOFILTER if is_byte else filters.BITSHUFFLE],
-            **self._options,
-        )
+        shuffle = [filters.NOFILTER if is_byte else filters.BITSHUFFLE]
+        options = self._options | {"typesize": leaf.itemsize, "filters": shuffle}
+        compress = functools.partial(self.blosc2.compress2, **options)
         rows = host_rows.bytes_of(leaf, len(leaf))
         return np.fromiter(self._map_rows(compress, rows), object, len(rows))
 
@@ -120,29 +116,24 @@ class CompressedView(HostView):
 class CompressedStorage(HostStorage):
     """Keeps the items in memory of the host, each row compressed without loss; for frames.
 
-    Measured: 84 x 84 frames of MinAtar become 30 to 49 times smaller, rendered frames of a cart
-    pole, 400 x 600 x 3, 275 times; noise and most vectors of floats do not. Each leaf is compressed
-    by itself, so that a unit reads only those that it needs. Observation and next observation are
-    two leaves: single frames with `jrb.FrameStack` take half. A batch of 256 frames of 84 x 84 is
-    read in 1 to 2 ms, which `jrb.prefetch` hides.
+    Measured: 84 x 84 frames of MinAtar take 24 to 38 times less memory, rendered frames of a cart
+    pole, 400 x 600 x 3, 270 times; noise and most vectors of floats do not become smaller. Each
+    leaf is compressed by itself: a unit reads only those that it needs, and single frames with
+    `jrb.FrameStack` take half of observations and next observations. A batch of 256 frames of 84 x
+    84 is read in 1 to 1.5 ms; `jrb.prefetch` draws while a step is computed.
 
-    Sampler, writer and priorities stay on the device. Inside `jit` and `scan`, methods read and
-    write by ordered callbacks; under `vmap` they are refused. All states share the rows: an older
-    state can neither be written to nor draw rows that were overwritten since (`jrb.StaleError`).
-    `jrb.save` writes rows as they are, compressed, and only where they have changed. `nbytes`
-    counts the most memory that all rows may take; the `repr` of a state shows what they take now.
-    `empty` keeps that until other rows overwrite the old ones. It needs the extra `compressed`.
+    Sampler, writer and priorities stay on the device. States share their rows, and methods work
+    inside `jit`, as for `jrb.MemmapStorage`. `jrb.save` writes rows as they are, compressed, and
+    only where they have changed. `nbytes` counts the most memory that all rows may take; the `repr`
+    of a state shows what they take now, after `empty` too. It needs the extra `compressed`: without
+    it, `init` and `jrb.load` raise ModuleNotFoundError.
 
     Attributes:
         codec: the library that compresses; "blosc2" is the only one.
         level: from 1, the fastest, by LZ4, to 9; from 2 on by Zstandard, whose rows are up to half
-            as large and take three times as long to read. A saved buffer may be loaded with
-            another level.
+            as large and take three times as long to read. A saved buffer may have another level.
         min_bytes: the bytes of a row from which on a leaf is compressed, which adds 73 bytes.
-            Smaller leaves, such as rewards and flags, are kept as they are, in one array each.
-
-    Raises:
-        ModuleNotFoundError: by `init` and `jrb.load`, if blosc2 is not installed.
+            Smaller leaves, such as rewards and flags, are kept as they are.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb

@@ -61,6 +61,7 @@ def size_on_disk(path):
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("level", [1, 3])
 def test_every_dtype_comes_back_bit_for_bit(level):
     with jax.enable_x64(True):
@@ -81,6 +82,7 @@ def test_every_dtype_comes_back_bit_for_bit(level):
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("seed", range(3))
 def test_programs_do_what_lists_do(seed):
     rng = np.random.default_rng(seed)
