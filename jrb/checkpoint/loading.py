@@ -19,7 +19,7 @@ from jrb._store.threads import run_all
 from jrb._util import casting, pytree
 from jrb._xla import compat
 from jrb._xla.compiling import by_description
-from jrb.checkpoint import descriptions, frames, manifest, saving, schema
+from jrb.checkpoint import descriptions, manifest, saving, schema
 from jrb.checkpoint.descriptions import Several
 from jrb.checkpoint.manifest import EXTRA
 from jrb.checkpoint.saving import Hook, check_result, sampled_indices
@@ -27,7 +27,7 @@ from jrb.migrate import pieces
 from jrb.mix import Description, Mix
 from jrb.sharding import Sharded
 from jrb.state import Buffer, BufferState, Device
-from jrb.storages import DeviceStorage
+from jrb.storages import DeviceStorage, compressed
 from jrb.storages.compressed import CompressedRows, CompressedStorage
 from jrb.storages.device import next_observation_rows, shared_leaves
 from jrb.storages.host_rows import bytes_of
@@ -270,7 +270,7 @@ def _load_compressed(checkpoint: OpenedCheckpoint, buffer: Buffer, spec: Item) -
         if kind is None or (not is_compressed and kind != (want.kind, want.rows * want.width)):
             raise DamagedError(f"{checkpoint.path}: {want.label}: got an array of kind {kind}.")
         if is_compressed:
-            frames.load_frames(checkpoint.store.arrays[checkpoint.prefix + name], rows, number)
+            compressed.load_frames(checkpoint.store.arrays[checkpoint.prefix + name], rows, number)
         else:
             checkpoint.fill(name, rows.columns[number])
     return rows

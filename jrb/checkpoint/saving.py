@@ -30,13 +30,14 @@ from jrb._util import casting, pytree
 from jrb._util.pytree import Leaf
 from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import descriptions, frames, manifest, schema
+from jrb.checkpoint import descriptions, manifest, schema
 from jrb.checkpoint.descriptions import Several
 from jrb.checkpoint.manifest import EXTRA
 from jrb.checkpoint.schema import ItemReader, Snapshot
 from jrb.mix import AnyState, Mix
 from jrb.sharding import Sharded
 from jrb.state import BufferState
+from jrb.storages import compressed
 from jrb.storages.compressed import CompressedRows
 from jrb.storages.host_rows import HostView, bytes_of
 from jrb.storages.memmap import StoreRows, item_sources
@@ -138,7 +139,7 @@ def _sources_on_host(saved: Snapshot) -> dict[str, Source]:
         read_leaf = functools.partial(read, number)
         sources[name] = dataclasses.replace(source, read=read_leaf, reach=rows.reach)
         if isinstance(rows, CompressedRows) and rows.is_compressed[number]:
-            sources[name] = frames.frame_source(rows, view.version, number, source.label)
+            sources[name] = compressed.frame_source(rows, view.version, number, source.label)
     return sources
 
 

@@ -34,12 +34,12 @@ class Packed(WrappingUnit):
     Use it for models over sequences that are much shorter than L or of very different lengths:
     token sequences of language models, decision transformers. Padding is then a few percent.
 
-    The sampler draws B M episodes, each complete and held from its first row on, as
-    `Sequence(L, sample_by="whole_episodes")` does. As many of them, in the order of the draw, as
-    fit are put into the B rows, the longest first, each into the emptiest row; an episode longer
-    than L is cut to its first L steps. The others are not part of the draw: a queue, or an epoch of
-    `WithoutReplacement`, draws them the next time. With M of twice L by the mean length, episodes of
-    10 to L / 4 steps fill more than 95 % of B >= 8 rows on average (98 % of 32 rows).
+    The sampler draws B M episodes, each complete and held from its first row on, as `Sequence(L,
+    sample_by="whole_episodes")` does. As many of them, in the order of the draw, as fit are put
+    into the B rows, the longest first, each into the emptiest row; an episode longer than L is cut
+    to its first L steps. The others are not part of the draw: a queue, or an epoch of
+    `WithoutReplacement`, draws them the next time. With M of twice L by the mean length, episodes
+    of 10 to L / 4 steps fill more than 95 % of B >= 8 rows on average (98 % of 32 rows).
 
     `Sample.data` has leaves `[B, L, ...]` and `Sample.mask` is bool `[B, L]`. `Sample.info` has
 
