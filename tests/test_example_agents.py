@@ -44,6 +44,15 @@ def test_muzero_catches_after_search_in_its_model():
     assert curves[:, -2:].mean() > 0  # random actions score -0.6
 
 
+def test_grpo_learns_to_count_down():
+    pytest.importorskip("flax")
+    agent = importlib.import_module("examples.agents.grpo")
+    config = dataclasses.replace(agent.Config(), steps=40, points=4)
+    keys = jax.random.split(jax.random.key(0), 1)
+    curves = np.asarray(agent.common.compiled(agent.train, config, keys)(keys))
+    assert curves[:, -1].mean() > 0.3  # random tokens score 0.03
+
+
 def test_dreamer_catches_after_imagining():
     for module in ("flax", "gymnax"):
         pytest.importorskip(module)

@@ -17,6 +17,7 @@ EXAMPLE = {
     "observation": jnp.zeros(16),
     "y": jnp.zeros(3, jnp.uint8),
     "half": jnp.zeros(4, jnp.bfloat16),
+    "key": jnp.int8(0),
     "next": {
         "observation": jnp.zeros(16),
         "reward": jnp.float32(0),
@@ -34,6 +35,7 @@ SAMPLERS = {
     "prioritized": jrb.Prioritized(),
     "buffer": jrb.Prioritized(normalize="buffer", stratified=False),
     "held": jrb.Prioritized(new_priority="largest_held"),
+    "grouped": jrb.Grouped("key", 16, 2),
     "weighted": jrb.Weighted(weights.fresh, leaves=(("next", "reward"),)),
 }
 PRIORITIZED = ("prioritized", "buffer", "counted")
@@ -148,6 +150,7 @@ OTHERS = {
     "windows across": {"unit": jrb.Sequence(5, burn_in=2, cross_episodes=True, stride=3)},
     "episodes": {"unit": jrb.Sequence(5, sample_by="episodes")},
     "whole": {"unit": jrb.Sequence(5, sample_by="whole_episodes")},
+    "packed": {"unit": jrb.Packed(5, 2)},
     "stacks": {"unit": jrb.FrameStack(4)},
     "stacked n-step": {"unit": jrb.FrameStack(3, unit=jrb.NStep(3, 0.9))},
     "stacked windows": {"unit": jrb.FrameStack(3, unit=jrb.Sequence(4, burn_in=2))},
@@ -203,6 +206,7 @@ def test_nothing_is_copied(name, step):
 
 MANY = [(name, None) for name in ("distinct", "queue", "buffer", "counted")]
 MANY += [(name, 8) for name in ("uniform", "epochs", "stack", "prioritized", "held")]
+MANY += [("grouped", None), ("grouped", 8)]
 
 
 @pytest.mark.parametrize(("name", "agents"), MANY)
@@ -212,7 +216,7 @@ def test_nothing_is_copied_in_any_order(name, agents):
 
 PAIRS = [(parts, "prioritized", 8) for parts in ("stacks", "once")]
 PAIRS += [(parts, "epochs", 8) for parts in ("strict n-step", "episodes", "windows across")]
-PAIRS += [("whole", "prioritized", 8), ("stacks", "held", None)]
+PAIRS += [("packed", "epochs", 8), ("whole", "prioritized", 8), ("stacks", "held", None)]
 DONE = {parts for parts, _, _ in PAIRS} | {"windows of a period", "padded of a period"}
 PAIRS += [(parts, "uniform", None) for parts in OTHERS if parts not in DONE]
 

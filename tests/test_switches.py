@@ -169,6 +169,8 @@ OTHERS = [  # with `PARTS`, every part that jrb exports
     {"sampler": jrb.Mixture((jrb.Prioritized(), jrb.Newest(count=2)), (0.5, 0.5))},
     {"sampler": HELD, "unit": jrb.NStep(2, 0.9, strict=True)},
     {"sampler": jrb.Weighted(weights.fresh, leaves=(("next", "reward"),))},
+    {"sampler": jrb.Grouped("kind", 4, 1)},
+    {"unit": jrb.Packed(2, 2)},
     {"sampler": jrb.WithoutReplacement(drop_last=True), "unit": jrb.Sequence(2, stride=2)},
     {"sampler": jrb.Prioritized(), "unit": WHOLE},
     {"unit": jrb.FrameStack(2, unit=jrb.NStep(2, 0.9))},
@@ -220,7 +222,8 @@ def without_jit(buffer, example, items):
 @pytest.mark.parametrize("parts", [pytest.param(it, id=f"{n}") for n, it in enumerate(WITHOUT_JIT)])
 def test_every_part_works_without_jit(parts):
     buffer = jrb.ReplayBuffer(14, num_envs=E, batch_size=B, **parts)
-    example, items = ITEM | IMAGE, rows(7, E)
+    example, items = ITEM | IMAGE | {"kind": jnp.int32(0)}, rows(7, E)
+    items |= {"kind": np.arange(7 * E, dtype=np.int32).reshape(7, E) % 3}
     items |= {"image": np.arange(7 * E * 108, dtype=np.uint8).reshape(7, E, 6, 6, 3)}
     if isinstance(buffer.writer, jrb.MaxValue):
         example, items = ITEM, rows(7, E)

@@ -280,8 +280,9 @@ def choose(
     )
     if per_entry == 1:
         return sampler, drawn
-    if not buffer.sampler.consumes:
-        # In a random order, as stratified draws ascend, and some of the last ones are left out.
+    # In a random order, as stratified draws ascend, and some of the last ones are left out. Those
+    # of a group stay together.
+    if not buffer.sampler.consumes and drawn.group is None:
         bits = random_bits.bits(random_bits.fold(key, _ORDER), drawn.mask.shape)
         order = jnp.argsort(bits)
         drawn = jax.tree.map(lambda leaf: leaf[order], drawn)

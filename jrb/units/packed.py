@@ -21,7 +21,7 @@ class PackedState(pytree.State):
     """The episodes from which rows are made.
 
     Attributes:
-        unit: the state of `Sequence(length, sample_by="whole_episodes")`.
+        unit: the state of a `Sequence` of whole episodes.
     """
 
     unit: SequenceState
@@ -77,8 +77,13 @@ class Packed(WrappingUnit):
 
     @property
     def unit(self) -> Unit:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The unit whose anchors are whole episodes."""
-        return Sequence(self.length, sample_by="whole_episodes")
+        """The unit whose anchors are whole episodes, of any length."""
+        return Sequence(1, sample_by="whole_episodes")
+
+    @property
+    def row_steps(self) -> np.ndarray:
+        """The steps of a row, from 0 to L - 1."""
+        return np.arange(self.length, dtype=np.int32)
 
     @property
     def anchors_per_entry(self) -> int:
@@ -86,7 +91,7 @@ class Packed(WrappingUnit):
         return self.max_episodes
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Raises unless whole episodes fit into the ring, in the order of time."""
+        """Raises unless the writer keeps the order of time, and the sampler can draw episodes."""
         self.unit.check(ring, sampler, writer)
 
     def init(self, context: Context, spec: Item) -> PackedState:

@@ -430,6 +430,18 @@ def test_a_state_is_saved_loaded_and_rebuilt(tmp_path):
     check(batch, model.whole(), 20)
 
 
+def test_rows_may_be_longer_than_the_ring():
+    unit, sampler = jrb.Packed(30, 8), jrb.WithoutReplacement()
+    buffer = jrb.ReplayBuffer(24, num_envs=4, unit=unit, sampler=sampler, batch_size=1)
+    items = stream(np.random.default_rng(2), 6, 4, 0, ends=0.6)
+    state, model = buffer.extend(buffer.init(EXAMPLE), items), Episodes(6, 4)
+    for row in range(6):
+        model.add(items["token"][row], items["next"]["done"][row])
+    batch = jax.device_get(buffer.sample(state, KEY))
+    starts = check(batch, model.whole(), 30)
+    assert len(starts) == len(set(starts)) > 4
+
+
 def test_nothing_to_draw():
     buffer = jrb.ReplayBuffer(20, unit=jrb.Packed(6, 3), batch_size=2)
     state = buffer.init(EXAMPLE)
@@ -449,8 +461,6 @@ def test_wrong_arguments_are_refused():
     for arguments in ((0, 1), (4, 0), (4, 5)):
         with pytest.raises(ValueError, match="expected"):
             jrb.Packed(*arguments)
-    with pytest.raises(ValueError, match="expected at most"):
-        jrb.ReplayBuffer(8, unit=jrb.Packed(16, 2))
     reward = lambda achieved, goal: jnp.float32(0)
     make = functools.partial(jrb.ReplayBuffer, 40)
     with pytest.raises(ValueError, match="Hindsight: unit"):
