@@ -12,8 +12,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import Sharded
-from jrb._core import eager, steps, transforming, validate
+from jrb import Sharded, sum_tree
+from jrb._core import draw_limits, eager, steps, transforming, validate
 from jrb._util import casting, checks, pytree
 from jrb._xla.compiling import by_description
 from jrb.buffer import ReplayBuffer
@@ -46,8 +46,9 @@ def rebuild(
     Any part may differ: capacity, `num_envs`, sampler, unit, writer, storage. Items are copied as
     they are stored, without transforms. The newest rows that fit are kept; if the old writer does
     not keep the order of time, the best items. Kept with them are priorities, drops, counts of
-    draws if both samplers count, and ends of episodes that only the old unit knew. If `num_envs`
-    differs, environments are joined end to end and cut into equal parts; no window crosses a seam.
+    draws (and thus what is used up) if both samplers count, and ends of episodes that only the old
+    unit knew. If `num_envs` differs, environments are joined end to end and cut into equal parts;
+    no window crosses a seam.
 
     A transform with a state keeps it if both descriptions have one of its class; others learn from
     the items that are kept.
@@ -461,6 +462,10 @@ def _refill(
         # The counts of draws go with their items; `slots` are those of all shards in a row.
         draws = jnp.concatenate([jnp.asarray(one.draws) for one in samplers])[slots]
         sampler = sampler.replace(draws=sampler.draws.at[new_slots].set(draws))
+    if new.sampler.max_draws is not None:
+        # Items that were used up, or dropped, stay so.
+        is_anchor = sum_tree.leaf_values(sampler.drawable) > 0
+        sampler = draw_limits.rebuild(new, sampler, is_anchor)
     return result.replace(sampler=sampler)
 
 

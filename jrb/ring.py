@@ -172,6 +172,20 @@ class Ring:
         # Not needed on the CPU: there a scatter writes in order, so the last one wins anyway.
         return lax.platform_dependent(cpu=lambda: slots, default=lambda: self.distinct(slots))
 
+    def times_before(self, slots: jax.Array) -> jax.Array:
+        """Returns how often each slot, int32 `[B]` in [0, N], occurs earlier, int32 `[B]`."""
+        size, position = slots.size, jnp.arange(slots.size, dtype=jnp.uint32)
+        # Slots and positions are sorted as one number where it fits: 3 times as fast on the CPU.
+        line = slots.astype(jnp.uint32)
+        if (self.capacity + 1) * size <= 2**32:
+            line, order = jnp.divmod(lax.sort(line * np.uint32(size) + position), np.uint32(size))
+        else:
+            line, order = lax.sort((line, position), num_keys=2)
+        # Equal slots follow one another in their order: count from the first of them.
+        is_again = jnp.concatenate([jnp.zeros(1, jnp.bool_), line[1:] == line[:-1]])
+        first = lax.cummax(jnp.where(is_again, np.uint32(0), position))
+        return jnp.zeros_like(slots).at[order].set((position - first).astype(jnp.int32))
+
     def distinct(self, slots: jax.Array) -> jax.Array:
         """Returns slots, int32 `[B]`, in which N replaces each that occurs again later."""
         # Compare all pairs, if these are few.

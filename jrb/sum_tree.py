@@ -63,6 +63,7 @@ __all__ = [
     "set_all",
     "set_leaves",
     "set_run",
+    "sum_before",
     "total",
     "update",
 ]
@@ -417,6 +418,21 @@ def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
         return first + jnp.argmin(row).astype(jnp.int32)
 
     return least, dependencies.loop(tree.depth, descend, node) - tree.leaf
+
+
+def sum_before(tree: Tree, index: jax.Array) -> jax.Array:
+    """Returns the sum of the leaves before `index`, int32 `[]` in [0, N), float32 `[]`."""
+
+    def climb(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # Add the siblings before a node, then go on to its parent. Every level begins at a row.
+        node, before = carry
+        child = node & np.uint32(tree.branching - 1)
+        row = gather.rows_from(tree.nodes, (node - child)[None], tree.branching)[0]
+        is_before = jnp.arange(tree.branching, dtype=jnp.uint32) < child
+        return tree.parent(node), before + jnp.sum(jnp.where(is_before, row, 0.0))
+
+    start = (index + tree.leaf).astype(jnp.uint32), jnp.zeros((), jnp.float32)
+    return dependencies.materialize(lambda: dependencies.loop(tree.depth + 1, climb, start)[1])
 
 
 def set_leaves(

@@ -29,7 +29,7 @@ import numpy as np
 
 import jrb
 from jrb._core import eager, editing
-from jrb._core.steps import context_of, has_item, leaves_read, num_anchors
+from jrb._core.steps import context_of, drawable_anchors, has_item, leaves_read, num_anchors
 from jrb._util import pytree
 from jrb._util.public import PublicNames
 from jrb._util.pytree import PyTree, SpecKey
@@ -592,7 +592,7 @@ def _expect_held(buffer: ReplayBuffer, state: BufferState, when: str) -> None:
     held = set(slots[:count].tolist())
     if buffer.sampler.prioritized:
         has_priority = set(np.flatnonzero(np.asarray(buffer.priorities(state)) >= 0).tolist())
-        anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
+        anchors = drawable_anchors(buffer, state)
         ranks = jnp.arange(max(int(anchors.count), 1), dtype=jnp.int32)
         expected = set(anchors.nth(ranks, jax.random.key(0))[0][: int(anchors.count)].tolist())
         text = f"got others at the slots {sorted(has_priority ^ expected)}"

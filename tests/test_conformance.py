@@ -26,6 +26,9 @@ SAMPLERS = [
     jrb.Prioritized(normalize="buffer"),
     jrb.Weighted(weights.every, leaves=(("next", "reward"),), beta=1.0),
     jrb.Grouped("key", 16, 2),
+    jrb.Uniform(max_draws=2),
+    jrb.Prioritized(max_draws=1, normalize="buffer"),
+    jrb.Weighted(weights.every, leaves=(("next", "reward"),), max_draws=3),
 ]
 EXAMPLE = {
     "x": jnp.zeros(16),

@@ -43,6 +43,8 @@ SAMPLERS = {
     "queue": jrb.Queue(),
     "prioritized": jrb.Prioritized(),
     "buffer": jrb.Prioritized(normalize="buffer", stratified=False),
+    "limited": jrb.Uniform(replacement=False, max_draws=2),
+    "used once": jrb.Prioritized(max_draws=1),
 }
 HINDSIGHT = jrb.Hindsight(
     lambda achieved, goal: -jnp.abs(achieved[0] - goal[0]),
@@ -82,6 +84,8 @@ CASES = [  # every unit class runs in every mode, and so does every sampler clas
     ("stacks", "epochs", {}, "evp"),
     ("stacks", "prioritized", ONCE, "us"),
     ("hindsight", "prioritized", {}, "suevp"),
+    ("transition", "limited", {"writer": jrb.BlockWhenFull()}, "svp"),
+    ("strict n-step", "used once", {}, "ue"),
 ]
 COLLECTIVES = ["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
 

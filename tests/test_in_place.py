@@ -37,6 +37,8 @@ SAMPLERS = {
     "held": jrb.Prioritized(new_priority="largest_held"),
     "grouped": jrb.Grouped("key", 16, 2),
     "weighted": jrb.Weighted(weights.fresh, leaves=(("next", "reward"),)),
+    "limited": jrb.Uniform(replacement=False, max_draws=2),
+    "limited priorities": jrb.Prioritized(normalize=None, max_draws=2),
 }
 PRIORITIZED = ("prioritized", "buffer", "counted")
 
@@ -205,6 +207,7 @@ def test_nothing_is_copied(name, step):
 
 
 MANY = [(name, None) for name in ("distinct", "queue", "buffer", "counted")]
+MANY += [("limited", None), ("limited priorities", 8)]
 MANY += [(name, 8) for name in ("uniform", "epochs", "stack", "prioritized", "held")]
 MANY += [("grouped", None), ("grouped", 8)]
 
@@ -216,6 +219,7 @@ def test_nothing_is_copied_in_any_order(name, agents):
 
 PAIRS = [(parts, "prioritized", 8) for parts in ("stacks", "once")]
 PAIRS += [(parts, "epochs", 8) for parts in ("strict n-step", "episodes", "windows across")]
+PAIRS += [("strict n-step", "limited priorities", None), ("once", "limited", 8)]
 PAIRS += [("packed", "epochs", 8), ("whole", "prioritized", 8), ("stacks", "held", None)]
 DONE = {parts for parts, _, _ in PAIRS} | {"windows of a period", "padded of a period"}
 PAIRS += [(parts, "uniform", None) for parts in OTHERS if parts not in DONE]
@@ -266,7 +270,12 @@ def test_edits_copy_nothing(parts, agents):
 
 
 @pytest.mark.parametrize(
-    ("name", "writer"), [("uniform", jrb.Reservoir(0)), ("queue", jrb.BlockWhenFull())]
+    ("name", "writer"),
+    [
+        ("uniform", jrb.Reservoir(0)),
+        ("queue", jrb.BlockWhenFull()),
+        ("limited", jrb.BlockWhenFull()),
+    ],
 )
 def test_no_writer_copies(name, writer):
     assert growth(name, extend_draw_extend, writer=writer) < 0.01

@@ -279,7 +279,7 @@ SAMPLERS = [
     jrb.Uniform(replacement=False),
     jrb.Lifo(),
     jrb.Newest(0.5),
-    jrb.Prioritized(count_draws=True),
+    jrb.Prioritized(max_draws=50),
 ]
 COMPOSITIONS = [
     {"unit": UNITS[1], "sampler": jrb.Prioritized()},

@@ -270,6 +270,13 @@ def test_jit_and_vmap_equal_eager(ring):
         assert numbers(ring.emptied(clock)) == numbers(emptied(ring, clock))
 
 
+@pytest.mark.parametrize("ring", [Ring(9, 1), Ring(2**24, 8)], ids=str)
+def test_earlier_equal_slots_are_counted(ring):
+    slots = np.random.default_rng(0).integers(0, 9, 50, dtype=np.int32)
+    want = [slots[:at].tolist().count(slot) for at, slot in enumerate(slots.tolist())]
+    assert ring.times_before(jnp.asarray(slots)).tolist() == want
+
+
 def test_equal_rings_are_one_static_argument():
     assert Ring(7, 3) == Ring(7, 3)
     assert hash(Ring(7, 3)) == hash(Ring(7, 3))

@@ -45,6 +45,8 @@ SAMPLERS = {
     "plain": jrb.Prioritized(normalize=None, stratified=False),
     "uniform": jrb.Uniform(),
     "distinct": jrb.Uniform(replacement=False),
+    "limited": jrb.Uniform(replacement=False, max_draws=2),
+    "used once": jrb.Prioritized(max_draws=1),
     "newest": jrb.Newest(count=16),
     "queue": jrb.Queue(),
     "lifo": jrb.Lifo(),
@@ -60,6 +62,8 @@ FAMILIES = [
     ("episodes", "distinct"),
     ("stacks", "epochs"),
     ("stacks", "plain"),
+    ("transition", "limited"),
+    ("strict n-step", "used once"),
 ]
 
 

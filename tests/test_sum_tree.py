@@ -211,6 +211,14 @@ def test_leaves_and_parents_at_every_shape(capacity, branching):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("capacity", "branching"), FEW_SHAPES[1:])
+def test_sums_before_a_leaf_are_those_of_the_reference(capacity, branching):
+    masses = np.random.default_rng(capacity).integers(0, 2, capacity).astype(np.float32)
+    tree = set_all(sum_tree.init(capacity, branching), jnp.asarray(masses))
+    before = jax.jit(jax.vmap(sum_tree.sum_before, (None, 0)))(tree, jnp.arange(capacity))
+    assert before.tolist() == (np.cumsum(masses) - masses).tolist()
+
+
 @in_shapes
 def test_find_is_exact_where_sums_are(capacity, branching):
     masses = small_integers(capacity)

@@ -240,6 +240,9 @@ def explain_no_draw(buffer: Buffer, size: int, num_anchors: int, is_masked: bool
         cure = "See what its function returns for the leaves, ages and the context of this draw."
     elif is_masked:
         why, cure = f"in which {unit} masks every anchor of the batch", "Draw more, or add items."
+    elif size and not num_anchors and buffer.sampler.max_draws is not None:
+        why = f"in which {unit} has no anchor that {sampler} drew fewer than "
+        why += f"{buffer.sampler.max_draws} times"
     elif size and not num_anchors:
         why, cure = f"in which {unit} has no anchor", need or cure
     elif num_anchors and isinstance(buffer.sampler, PrioritizedSampler):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import steps
+from jrb._core import draw_limits, steps
 from jrb._core.steps import context_of
 from jrb._util import casting, pytree
 from jrb._xla import compiling, dependencies
@@ -248,6 +248,9 @@ def _rebuild_index(
     if old.all_held and new.all_held and plan.bounded:
         return state
     sampler = buffer.sampler.rebuild_index(ring, state.sampler, change.entered, old, new)
+    if buffer.sampler.max_draws is not None:
+        is_anchor = jnp.zeros(ring.capacity, jnp.bool_).at[change.entered].set(True, mode="drop")
+        sampler = draw_limits.rebuild(buffer, sampler, is_anchor)
     return state.replace(sampler=sampler)
 
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._core import transforming
+from jrb import sum_tree
+from jrb._core import draw_limits, transforming
 from jrb._util import pytree
 from jrb._xla import dependencies, gather, random_bits
 from jrb._xla.compiling import by_description, kept_by_description, standalone_program
@@ -182,6 +183,8 @@ def _update_sampler(
         return state
     anchors = buffer.unit.anchors(context, state.unit)
     sampler = buffer.sampler.on_write(buffer.ring, state.sampler, change, anchors)
+    if buffer.sampler.max_draws is not None:
+        sampler = draw_limits.update_anchors(buffer, sampler, change)
     return state.replace(sampler=sampler)
 
 
@@ -195,15 +198,23 @@ def room(buffer: Buffer, state: BufferState) -> jax.Array:
     pending = None
     if isinstance(sampler, OrderedSampler):
         pending = sampler.num_pending(state.sampler, anchors)
-    if pending is None:
+    if pending is None and sampler.max_draws is None:
         return free
     # Find the rows of the first undrawn anchor, and of the last drawn one.
-    first = anchors.count - pending
+    first = anchors.count - (0 if pending is None else pending)
     ranks = jnp.clip(jnp.stack([first, first - 1]), 0, jnp.maximum(anchors.count - 1, 0))
     slots, _ = anchors.nth(ranks, jax.random.key(0))
+    is_pending = first < anchors.count
+    # With `max_draws`, the first one has draws left. From the oldest slot on, the order of slots is
+    # that of time; after the last slot it goes on at slot 0.
+    if sampler.max_draws is not None:
+        tree = state.sampler.drawable
+        before, total = sum_tree.sum_before(tree, held.first[0]), sum_tree.root(tree)
+        is_pending = total > 0
+        slots = slots.at[0].set(sum_tree.find(tree, jnp.where(before < total, before, 0.0)))
     row = held.before(ring, slots)
     # The rows before the first undrawn anchor; if all were drawn, up to the last anchor.
-    drawn_rows = jnp.where(first < anchors.count, row[0], row[1] + 1)
+    drawn_rows = jnp.where(is_pending, row[0], row[1] + 1)
     # The unit reads `lookback` rows before an anchor. One that enters later may be older by
     # `max_entry_delay` rows.
     free_rows = drawn_rows - unit.lookback - (unit.max_entry_delay or 0)
@@ -262,7 +273,7 @@ def draw(
         enough = context_of(buffer, state.writer).held.size >= buffer.min_size
         sampler, chosen = mask_unless(enough, state.sampler, sampler, chosen)
     # Masked entries are not counted, so the count comes after `min_size` has masked all.
-    sampler, chosen = count_draw(sampler, chosen)
+    sampler, chosen = count_draw(buffer, sampler, chosen)
     return sampler, assemble(buffer, state, chosen, key) if read else chosen
 
 
@@ -274,22 +285,31 @@ def choose(
     They are arrays `[B]`; or `[B M]` if an entry of the batch has M anchors.
     """
     anchors = anchors_to_draw(buffer, state, inputs.context)
-    per_entry = buffer.unit.anchors_per_entry
-    sampler, drawn = buffer.sampler.draw(
-        buffer.ring, state.sampler, anchors, key, batch_size * per_entry, inputs.beta
-    )
-    if per_entry == 1:
-        return sampler, drawn
+    ring, unit, sampler = buffer.ring, buffer.unit, buffer.sampler
+    count = batch_size * unit.anchors_per_entry
+    after, drawn = sampler.draw(ring, state.sampler, anchors, key, count, inputs.beta)
+    if sampler.max_draws is not None:
+        # Later writes to the tree that counts anchors wait for this read.
+        token = dependencies.zero_depending_on(anchors.count)
+        drawn = drawn.replace(slots=drawn.slots + token)
+    if unit.anchors_per_entry == 1:
+        return after, drawn
     # In a random order, as stratified draws ascend, and some of the last ones are left out. Those
-    # of a group stay together.
-    if not buffer.sampler.consumes and drawn.group is None:
+    # of a group stay together, and those of a sampler with an order of its own keep it.
+    if drawn.group is None and (sampler.max_draws is not None or not sampler.consumes):
         bits = random_bits.bits(random_bits.fold(key, _ORDER), drawn.mask.shape)
         order = jnp.argsort(bits)
         drawn = jax.tree.map(lambda leaf: leaf[order], drawn)
     # The sampler takes back the anchors for which the unit has no room.
     context = context_of(buffer, state.writer)
-    drawn, left = buffer.unit.arrange(context, state.unit, drawn)
-    return buffer.sampler.put_back(sampler, left), drawn
+    drawn, left = unit.arrange(context, state.unit, drawn)
+    return sampler.put_back(after, left), drawn
+
+
+def drawable_anchors(buffer: Buffer, state: BufferState) -> Anchors:
+    """Returns the anchors that may be drawn: with `max_draws`, those that have draws left."""
+    anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
+    return draw_limits.drawable_anchors(buffer, state.sampler, anchors)
 
 
 def anchors_to_draw(buffer: Buffer, state: BufferState, user_context: Any) -> Anchors:
@@ -297,10 +317,10 @@ def anchors_to_draw(buffer: Buffer, state: BufferState, user_context: Any) -> An
 
     `user_context` is what was passed to the draw as `context`.
     """
-    context, paths = context_of(buffer, state.writer), buffer.sampler.reads
-    anchors = buffer.unit.anchors(context, state.unit)
+    anchors, paths = drawable_anchors(buffer, state), buffer.sampler.reads
     if paths is None:
         return anchors
+    context = context_of(buffer, state.writer)
     names = leaves_read(buffer, buffer.storage.spec(state.storage), paths).keys()
     # Read these leaves at all slots, and others nowhere.
     slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
@@ -351,13 +371,22 @@ def mask_unless(
     return jax.tree.map(keep, after, before), draw
 
 
-def count_draw(sampler: PartState, draw: Draw) -> tuple[Any, Draw]:
+def count_draw(buffer: Buffer, sampler: PartState, draw: Draw) -> tuple[Any, Draw]:
     """Counts a draw if the sampler counts; `Draw.draws` is then set to the counts before it."""
     if not isinstance(sampler, DrawCounts) or sampler.draws is None:
         return sampler, draw
     # Masked entries have slots without a meaning: read some slot in range.
     slots = jnp.where(draw.mask, draw.slots, 0)
     before = jnp.where(draw.mask, gather.read(sampler.draws, slots), 0)
+    most = buffer.sampler.max_draws
+    if most is not None:
+        # Mask entries of items that have no draws left after the entries before them.
+        real = jnp.where(draw.mask, draw.slots, buffer.capacity)
+        uses = before + 1 + buffer.ring.times_before(real)
+        is_last = draw.mask & (uses == most)
+        _, draw = mask_unless(draw.mask & (uses <= most), sampler, sampler, draw)
+        before = jnp.where(draw.mask, before, 0)
+        sampler = draw_limits.exclude(buffer, sampler, draw.slots, is_last)
     return count_draws(sampler, draw.slots, draw.mask, before), draw.replace(draws=before)
 
 
@@ -483,19 +512,18 @@ def locate(buffer: Buffer, state: BufferState, draw: Draw, key: jax.Array) -> An
 
 @by_description()
 def num_anchors(buffer: Buffer, state: BufferState) -> jax.Array:
-    """Returns the number of anchors, int32 `[]`."""
-    return buffer.unit.anchors(context_of(buffer, state.writer), state.unit).count
+    """Returns the number of anchors that may be drawn, int32 `[]`."""
+    return drawable_anchors(buffer, state).count
 
 
 @by_description("batch_size")
 def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
-    context = context_of(buffer, state.writer)
-    anchors = buffer.unit.anchors(context, state.unit)
+    anchors = drawable_anchors(buffer, state)
     count = None if batch_size is None else batch_size * buffer.unit.anchors_per_entry
     is_ready = buffer.sampler.ready(state.sampler, anchors, count)
     if buffer.min_size is None:
         return is_ready
-    return is_ready & (context.held.size >= buffer.min_size)
+    return is_ready & (context_of(buffer, state.writer).held.size >= buffer.min_size)
 
 
 def wait(buffer: Buffer, state: BufferState, sample: Sample) -> BufferState:
@@ -541,9 +569,7 @@ def update(
 @by_description()
 def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> BufferState:
     state, slots, mask = target_slots(buffer, state, where)
-    sampler: Any = buffer.sampler  # with priorities, as the buffer has checked
-    sampler = sampler.drop(buffer.ring, state.sampler, slots, mask)
-    return state.replace(sampler=sampler)
+    return state.replace(sampler=draw_limits.exclude(buffer, state.sampler, slots, mask))
 
 
 def target_slots(
@@ -602,9 +628,12 @@ def empty(buffer: Buffer, state: BufferState) -> BufferState:
     storage = (
         state.storage if state.storage is None else buffer.storage.reset(ring, state.storage, token)
     )
+    sampler = buffer.sampler.reset(ring, state.sampler, token)
+    if buffer.sampler.max_draws is not None:
+        sampler = sampler.replace(drawable=sum_tree.cleared(sampler.drawable, token))
     return state.replace(
         storage=storage,
         writer=buffer.writer.reset(ring, state.writer, token),
-        sampler=buffer.sampler.reset(ring, state.sampler, token),
+        sampler=sampler,
         unit=buffer.unit.reset(ring, state.unit, token),
     )

@@ -17,6 +17,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jrb import sum_tree
 from jrb._core import transforming
 from jrb._core.steps import context_of, leaves_read
 from jrb._util import casting, pytree, wording
@@ -87,7 +88,15 @@ def _attached(buffer: Buffer, state: PartState) -> Any:
             f"{type(sampler).__name__}: count_draws: expected a state below "
             f"jrb.types.DrawCounts, got {type(state).__name__}. Nothing could be counted."
         )
-    return state.replace(draws=jnp.zeros(buffer.ring.capacity, jnp.int32))
+    state = state.replace(draws=jnp.zeros(buffer.ring.capacity, jnp.int32))
+    if sampler.max_draws is None:
+        return state
+    if buffer.ring.capacity > 2**24:
+        raise ValueError(
+            "capacity: expected at most 2^24 slots in one state with max_draws, as float32 counts "
+            f"no more, got {buffer.ring.capacity}. Cut the buffer into shards: jrb.Sharded."
+        )
+    return state.replace(drawable=sum_tree.neutral(buffer.ring.capacity, "sum"))
 
 
 def check_slots(slots: int) -> None:

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jrb._core.steps import drawable_anchors
 from jrb._xla import random_bits
 from jrb._xla.compiling import by_description
-from jrb.authoring import checks, context_of
+from jrb.authoring import checks
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts
 from jrb.plot.canvas import Axes, Row, Tone
@@ -89,7 +90,7 @@ def _count_draws(
     buffer: Buffer, state: BufferState, sampler: Any, counts: Any, keys: jax.Array, size: int
 ) -> Any:
     """Draws a batch per key; returns the sampler's state, and counts and chances by slot."""
-    anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
+    anchors = drawable_anchors(buffer, state)
 
     def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
         sampler, (seen, reported) = carry

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core.eager import explain_no_draw
+from jrb._core.steps import drawable_anchors
 from jrb._xla.compiling import by_description
 from jrb.authoring import context_of
 from jrb.buffer import ReplayBuffer
@@ -34,7 +35,7 @@ class ShardFacts(NamedTuple):
 def measure_shard(buffer: ReplayBuffer, state: BufferState) -> tuple[Any, ...]:
     """Returns the fields of a shard's `ShardFacts` as arrays; `state` needs no storage."""
     context, sampler = context_of(buffer, state.writer), buffer.sampler
-    anchors = buffer.unit.anchors(context, state.unit)
+    anchors = drawable_anchors(buffer, state)
     # Such a sampler has only one shard: every mass above 0 serves, here the number of anchors.
     if not isinstance(sampler, ShardedSampler):
         return anchors.count, jnp.float32(jnp.inf), anchors.count, context.held.size

@@ -14,22 +14,23 @@ from jrb import sum_tree
 from jrb._util import checks, display, pytree
 from jrb._xla import dependencies, gather
 from jrb._xla.compiling import by_description
-from jrb.ring import Occupancy, Ring
+from jrb.ring import Ring
 from jrb.sum_tree import Tree
 from jrb.types import (
     Anchors,
     AnchorUpdate,
     Draw,
     DrawCounts,
+    LimitedSampler,
     PrioritizedSampler,
     ShardedSampler,
     ShardStats,
 )
+from jrb.types.messages import clear_run
 
 _NO_ANCHOR = -1.0
 DROPPED = -2.0
-"""The priority of an anchor that `drop` removed."""
-_CHUNK = 256  # the number of slots that are cleared at a time, if many depart
+"""The priority of an anchor that `drop` removed, or that was drawn `max_draws` times."""
 _RUN = 4096  # the number of slots whose masses are computed at a time, if all change
 
 
@@ -38,7 +39,7 @@ class PrioritizedState(DrawCounts):
 
     Attributes:
         raw: float32 `[N]`, the priority p of each anchor; -1 for a slot that is no anchor, -2 for
-            an anchor that was dropped.
+            an anchor that was dropped, or used up.
         waiting: float32 `[N]`, the priorities given with rows that are not anchors yet, -1 for
             none; None for units whose rows are anchors at once.
         masses: a sum-tree over (p + eps)^alpha, 0 for slots that are no anchors.
@@ -70,7 +71,7 @@ class PrioritizedState(DrawCounts):
 
 
 @pytree.component
-class Prioritized(PrioritizedSampler, ShardedSampler):
+class Prioritized(PrioritizedSampler, ShardedSampler, LimitedSampler):
     """Draws anchor i with probability P(i) = (p_i + eps)^alpha / sum_k (p_k + eps)^alpha.
 
     The importance weights (N P(i))^-beta, over N anchors, correct the bias of these probabilities
@@ -92,6 +93,8 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             one for each item. "largest_held" costs 4.6 bytes a slot and O(log N) an update, and
             `extend` writes row by row.
         count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
+        max_draws: the number of draws after which an item is used up, as for `jrb.Uniform`; it then
+            counts as dropped, with priority -2. None for no limit.
 
     Reference: Schaul et al., 2016, "Prioritized experience replay", section 3.3 and 3.4.
 
@@ -113,12 +116,14 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     normalize: Literal["batch", "buffer"] | None = "batch"
     new_priority: Literal["max", "largest_held"] | float = "max"
     count_draws: bool = False
+    max_draws: int | None = None
     takes_priorities: ClassVar[bool] = True
     row_by_row: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]
         lambda self: self.new_priority == "largest_held"
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("alpha", "beta", "eps"):
             _check_number(name, getattr(self, name))
         # XLA flushes smaller numbers to 0, which would be no eps at all.
@@ -132,7 +137,6 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             )
         if self.new_priority not in ("max", "largest_held"):
             _check_number("new_priority", self.new_priority, "'max', 'largest_held' or ")
-        checks.flag("count_draws", self.count_draws)
 
     def init(self, ring: Ring) -> PrioritizedState:
         """Returns the state without anchors."""
@@ -161,7 +165,15 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         """Removes the masses of anchors that departed, then sets those of anchors that entered."""
         # A run of unknown length is removed by itself, all other slots below.
         if change.expired is not None and change.most is None:
-            state = _remove_run(self, ring, state, change.expired)
+            clear = lambda state, slots: self._set_priorities(
+                state, (slots, jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR))
+            )
+
+            def clear_all(state: PrioritizedState, departs: jax.Array) -> PrioritizedState:
+                raw = jnp.where(departs, _NO_ANCHOR, state.raw)
+                return self._put_masses(state.replace(raw=raw), raw, sum_tree.set_all)
+
+            state = clear_run(ring, change.expired, state, clear, clear_all)
             change = dataclasses.replace(change, expired=None)
         departed = change.departed_slots(ring)
         # The largest held priority is read without the anchors that depart or are overwritten.
@@ -496,35 +508,6 @@ def _recompute_masses(
     # Without a loop of unknown length.
     at_once = lambda: sampler._put_masses(state, state.raw, sum_tree.set_all)
     return lax.platform_dependent(cpu=in_runs, default=at_once)
-
-
-def _remove_run(
-    sampler: Prioritized, ring: Ring, state: PrioritizedState, expired: Occupancy
-) -> PrioritizedState:
-    """Removes the anchors in a run of any length: on the CPU in chunks, elsewhere at once.
-
-    On a GPU, a loop of unknown length would ask the host before each trip.
-    """
-    chunk = min(ring.capacity, _CHUNK)
-
-    def clear(trip: jax.Array, state: PrioritizedState) -> PrioritizedState:
-        # The next slots of the run, after those that earlier trips have cleared.
-        done = jnp.minimum(trip * chunk, expired.count)
-        following = ring.slot_after(expired.first, done)
-        slots = Occupancy(first=following, count=expired.count - done).run(ring, chunk)
-        return sampler._set_priorities(
-            state, (slots, jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR))
-        )
-
-    def clear_at_once() -> PrioritizedState:
-        slots = jnp.arange(ring.capacity, dtype=jnp.int32)
-        raw = jnp.where(expired.holds(ring, slots), _NO_ANCHOR, state.raw)
-        return sampler._put_masses(state.replace(raw=raw), raw, sum_tree.set_all)
-
-    trips = (dependencies.max_over_batch(expired.size) + chunk - 1) // chunk
-    return lax.platform_dependent(
-        cpu=lambda: dependencies.loop(trips, clear, state), default=clear_at_once
-    )
 
 
 def _is_priority(number: jax.Array) -> jax.Array:

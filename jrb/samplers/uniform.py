@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jrb._util import checks, pytree
 from jrb._xla import random_bits
 from jrb.ring import Ring
-from jrb.types import Anchors, Draw, OrderedSampler, ShardedSampler, ShardStats
+from jrb.types import Anchors, Draw, LimitedSampler, OrderedSampler, ShardedSampler, ShardStats
 from jrb.types.messages import PartState
 
 _PARTS = 2**16 - 1  # the most parts of a whole that are multiplied in 32 bits
@@ -57,13 +57,20 @@ class EvenSampler(ShardedSampler):
 
 
 @pytree.component
-class Uniform(EvenSampler):
+class Uniform(EvenSampler, LimitedSampler):
     """Draws every anchor with the same probability.
+
+    With `max_draws=k`, an item is used up after k draws, as with Reverb's `max_times_sampled`: it
+    is not drawn again, and `jrb.BlockWhenFull` may overwrite it. `draw` counts, `sample` only
+    looks. If a batch has an item more often than it has draws left, the last entries of it are
+    masked; with `replacement=False` this cannot happen. A draw then costs O(B log N).
 
     Attributes:
         replacement: if True, a batch may have an anchor twice. If False, the end of a batch that is
             larger than the number of anchors is masked.
         count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
+        max_draws: the number of draws after which an item is used up; None for no limit. It sets
+            `count_draws`, and a state can have at most 2^24 slots.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -72,14 +79,25 @@ class Uniform(EvenSampler):
         >>> batch = buffer.sample(state, jax.random.key(0))
         >>> sorted(batch.data["x"][batch.mask].tolist()), batch.mask.tolist()
         ([0, 1, 2], [True, True, True, False])
+
+        Each item is used twice, then nothing is left to draw.
+
+        >>> sampler = jrb.Uniform(replacement=False, max_draws=2)
+        >>> buffer = jrb.ReplayBuffer(8, batch_size=4, sampler=sampler)
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(4)})
+        >>> for number in range(2):
+        ...     state, batch = buffer.draw(state, jax.random.key(number))
+        >>> sorted(batch.data["x"].tolist()), bool(buffer.can_sample(state))
+        ([0, 1, 2, 3], False)
     """
 
     replacement: bool = True
     count_draws: bool = False
+    max_draws: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.flag("replacement", self.replacement)
-        checks.flag("count_draws", self.count_draws)
 
 
 @pytree.component

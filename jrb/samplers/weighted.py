@@ -11,8 +11,8 @@ from jrb._util import checks, pytree
 from jrb.keys import Path
 from jrb.ring import Ring
 from jrb.samplers.prioritized import Weighing, draw_by_mass
-from jrb.types import Anchors, AnchorUpdate, Draw, DrawCounts, ShardedSampler, ShardStats
-from jrb.types.messages import PartState
+from jrb.types import Anchors, AnchorUpdate, Draw, LimitedSampler, ShardedSampler, ShardStats
+from jrb.types.messages import DrawCounts, PartState
 
 Function = Callable[[dict[str, jax.Array], jax.Array, Any], jax.Array]
 """A function from leaves, ages and a context to weights."""
@@ -29,7 +29,7 @@ class WeightedState(DrawCounts):
 
 
 @pytree.component
-class Weighted(ShardedSampler):
+class Weighted(ShardedSampler, LimitedSampler):
     """Draws each anchor in proportion to its weight, which a function computes at each draw.
 
     Use it where weights follow from stored leaves and change with time: a limit on the staleness
@@ -54,6 +54,8 @@ class Weighted(ShardedSampler):
         normalize: the divisor of importance weights: "batch" for the largest in the batch, None for
             no division.
         count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
+        max_draws: the number of draws after which an item is used up, as for `jrb.Uniform`; None
+            for no limit.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -73,11 +75,13 @@ class Weighted(ShardedSampler):
     beta: float = 0.0
     normalize: Literal["batch", "buffer"] | None = "batch"
     count_draws: bool = False
+    max_draws: int | None = None
     reads: ClassVar[tuple[Path, ...] | None] = property(  # pyright: ignore[reportAssignmentType]
         lambda self: self.leaves
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not callable(self.function):
             raise TypeError(
                 f"function: expected a function of leaves, ages and a context, got "
@@ -86,7 +90,6 @@ class Weighted(ShardedSampler):
         if not isinstance(self.leaves, tuple):
             raise TypeError(f"leaves: expected a tuple of paths, got {self.leaves!r}.")
         checks.choice("normalize", self.normalize, ("batch", None))
-        checks.flag("count_draws", self.count_draws)
 
     def init(self, ring: Ring) -> WeightedState:
         """Returns the state of a buffer without anchors."""
@@ -167,6 +170,9 @@ class Weighted(ShardedSampler):
                 f"({ring.capacity},), got {weights.dtype} of shape {weights.shape}."
             )
         weights = weights.astype(jnp.float32)
-        is_drawn = state.is_anchor & jnp.isfinite(weights) & sum_tree.is_positive(weights)
+        is_anchor = state.is_anchor
+        if self.max_draws is not None and state.draws is not None:
+            is_anchor = is_anchor & (state.draws < self.max_draws)
+        is_drawn = is_anchor & jnp.isfinite(weights) & sum_tree.is_positive(weights)
         tree = sum_tree.neutral(ring.capacity, "sum")
         return sum_tree.set_all(tree, sum_tree.bounded(tree, jnp.where(is_drawn, weights, 0.0)))

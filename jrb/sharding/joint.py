@@ -166,7 +166,7 @@ def draw(
         samplers, draws = steps.mask_unless(has_enough, states.sampler, samplers, draws)
 
     def finish(state: BufferState, sampler: Any, draw: Any, key: jax.Array) -> Any:
-        sampler, draw = steps.count_draw(sampler, draw)
+        sampler, draw = steps.count_draw(part, sampler, draw)
         sample = steps.assemble(part, state, draw, key)
         return steps.wait(part, state.replace(sampler=sampler), sample), sample
 

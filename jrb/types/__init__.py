@@ -28,7 +28,13 @@ from jrb.types.messages import (
     TransformContext,
     WritePlan,
 )
-from jrb.types.sampler import OrderedSampler, PrioritizedSampler, Sampler, ShardedSampler
+from jrb.types.sampler import (
+    LimitedSampler,
+    OrderedSampler,
+    PrioritizedSampler,
+    Sampler,
+    ShardedSampler,
+)
 from jrb.types.storage import Storage
 from jrb.types.transform import StatefulTransform, Transform
 from jrb.types.unit import Unit
@@ -44,6 +50,7 @@ __all__ = [
     "HostState",
     "IncomingPriorities",
     "Item",
+    "LimitedSampler",
     "MissingMethodError",
     "OrderedSampler",
     "PrioritizedSampler",

@@ -17,6 +17,8 @@ from jrb._xla import compiling, dependencies
 from jrb.keys import Keys, Path, ends_of
 from jrb.ring import Clock, Occupancy, Ring
 
+_CHUNK = 256  # the number of slots that are cleared at a time, if many depart
+
 
 class MissingMethodError(TypeError):
     """Raised if a call needs a method of a part that has no possible default."""
@@ -307,9 +309,11 @@ class DrawCounts(pytree.State):
 
     Attributes:
         draws: int32 `[N]`, how often the item in each slot was drawn; None if that is not counted.
+        drawable: with `max_draws`, a sum-tree over 1 for anchors with draws left and 0 for others.
     """
 
     draws: jax.Array | None = None
+    drawable: PartState = None
 
 
 class ShardStats(pytree.State):
@@ -470,6 +474,35 @@ def episode_ends(context: Context, plan: WritePlan, items: Item) -> jax.Array:
     else:
         done = jnp.zeros(plan.slots.shape, jnp.bool_)
     return done if plan.cuts is None else done | plan.cuts
+
+
+def clear_run(
+    ring: Ring,
+    expired: Occupancy,
+    state: PartState,
+    clear: Callable[[PartState, jax.Array], Any],
+    clear_all: Callable[[PartState, jax.Array], Any],
+) -> Any:
+    """Removes the anchors in a run of any length: on the CPU in chunks, elsewhere at once.
+
+    `clear` removes those at slots, int32 `[K]`; `clear_all` those for which bool `[N]` is True. On
+    a GPU, a loop of unknown length would ask the host before each trip.
+    """
+    chunk = min(ring.capacity, _CHUNK)
+
+    def clear_next(trip: jax.Array, state: PartState) -> Any:
+        # The next slots of the run, after those that earlier trips have cleared.
+        done = jnp.minimum(trip * chunk, expired.count)
+        following = ring.slot_after(expired.first, done)
+        slots = Occupancy(first=following, count=expired.count - done).run(ring, chunk)
+        return clear(state, slots)
+
+    every = jnp.arange(ring.capacity, dtype=jnp.int32)
+    trips = (dependencies.max_over_batch(expired.size) + chunk - 1) // chunk
+    return lax.platform_dependent(
+        cpu=lambda: dependencies.loop(trips, clear_next, state),
+        default=lambda: clear_all(state, expired.holds(ring, every)),
+    )
 
 
 def all_held(context: Context) -> Anchors:

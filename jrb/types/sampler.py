@@ -1,9 +1,10 @@
-"""The base classes of samplers: one for all, and three for order, priorities and shards.
+"""The base classes of samplers: one for all, and others for order, limits, priorities and shards.
 
 A sampler of your own is a subclass of `Sampler` with at least the method `draw`. Subclass
 `OrderedSampler` if the order of anchors matters, `PrioritizedSampler` if anchors have priorities,
-and also `ShardedSampler` if shards must draw with exact probabilities. A call that needs a method
-for which there is no default raises `MissingMethodError`, which names the method.
+`LimitedSampler` if it can limit how often an item is drawn, and also `ShardedSampler` if shards
+must draw with exact probabilities. A call that needs a method for which there is no default raises
+`MissingMethodError`, which names the method.
 """
 
 import abc
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
+from jrb._util import checks
 from jrb._xla import dependencies
 from jrb.keys import Path
 from jrb.ring import Ring
@@ -38,6 +40,8 @@ class Sampler(abc.ABC):
             the number of earlier draws of each item, and `jrb.stats` summarizes the draws of all
             items. `draw` counts, `sample` does not; an item that is in a batch twice counts twice;
             a new item starts at 0.
+        max_draws: the number of draws after which an item is used up; None except for subclasses of
+            `LimitedSampler`.
         reads: the paths of leaves whose values in all slots a draw needs, in `Anchors.facts`; None
             for a sampler that needs no facts. Items must then be on the device, and `sample` and
             `draw` take a `context`.
@@ -51,6 +55,7 @@ class Sampler(abc.ABC):
     reads: ClassVar[tuple[Path, ...] | None] = None
     reads_written: ClassVar[tuple[Path, ...]] = ()
     count_draws: bool = False
+    max_draws: int | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -116,7 +121,8 @@ class Sampler(abc.ABC):
         `number` is int32 `[]`. A unit that packs several anchors into one entry may have no room
         for all. By default raises MissingMethodError if the sampler consumes anchors.
         """
-        if self.consumes:
+        # Draws of a limited number are counted later, and only those that remain.
+        if self.consumes and self.max_draws is None:
             raise missing_method(self, "put_back", "draw")
         return state
 
@@ -157,16 +163,21 @@ class Sampler(abc.ABC):
         Use `jrb.authoring.overwrite` for large arrays: they then wait for `token`, an int32 zero.
         """
         # Counts of draws stay, as a new item in a slot sets its count to 0.
-        draws = state.draws if isinstance(state, DrawCounts) else None
-        others = state if draws is None else state.replace(draws=None)
-        others = dependencies.overwrite_with(others, lambda: self.init(ring), token)
-        return others if draws is None else others.replace(draws=draws)
+        others = dependencies.overwrite_with(_uncounted(state), lambda: self.init(ring), token)
+        if not isinstance(state, DrawCounts):
+            return others
+        return others.replace(draws=state.draws, drawable=state.drawable)
 
     def _unless_stateful(self, state: PartState, needed: str, method: str) -> Any:
         """Returns `state`; raises if it has other arrays than counts: no default fits them."""
-        if jax.tree.leaves(state.replace(draws=None) if isinstance(state, DrawCounts) else state):
+        if jax.tree.leaves(_uncounted(state)):
             raise missing_method(self, needed, method)
         return state
+
+
+def _uncounted(state: PartState) -> Any:
+    is_counted = isinstance(state, DrawCounts)
+    return state.replace(draws=None, drawable=None) if is_counted else state
 
 
 def missing_method(sampler: Sampler, needed: str, method: str, base: str = "Sampler") -> TypeError:
@@ -193,6 +204,27 @@ class OrderedSampler(Sampler):
         if self.consumes:
             raise missing_method(self, "num_pending", "rebuild", "OrderedSampler")
         return None
+
+
+class LimitedSampler(Sampler):
+    """A sampler with a field `max_draws`, the number of draws after which an item is used up.
+
+    The engine counts draws, and passes only anchors that have draws left, in the order of their
+    slots, to `draw`, `ready` and `stats`; from samplers with priorities it drops all others. Of an
+    item that is in a batch more often than it has draws left, the last entries are masked. Units
+    whose ranks stand for several slots must refuse these samplers in `check`.
+    """
+
+    consumes: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]
+        lambda self: self.max_draws is not None
+    )
+
+    def __post_init__(self) -> None:
+        checks.flag("count_draws", self.count_draws)
+        if self.max_draws is not None:
+            checks.count("max_draws", self.max_draws, 2**30)
+            # A limit needs the counts.
+            object.__setattr__(self, "count_draws", True)
 
 
 class PrioritizedSampler(Sampler):
@@ -237,7 +269,7 @@ class PrioritizedSampler(Sampler):
     def priorities(self, state: PartState) -> jax.Array:
         """Returns the priority of each slot, float32 `[N]`.
 
-        It is -1 for a slot that is no anchor, and -2 for an anchor that `drop` removed.
+        It is -1 for a slot that is no anchor, and -2 for an anchor that was dropped or used up.
         """
 
     @abc.abstractmethod

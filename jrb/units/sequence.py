@@ -218,7 +218,16 @@ class Sequence(Unit):
                 f"{type(sampler).__name__}. It would say two things about how likely a row is: "
                 "each episode alike, and each row by its priority. Use sample_by='windows'."
             )
-        if self.sample_by != "windows" and isinstance(sampler, OrderedSampler) and ring.envs > 1:
+        if self.sample_by == "episodes" and sampler.max_draws is not None:
+            raise ValueError(
+                "Sequence: sample_by='episodes': expected a sampler without max_draws, got "
+                f"{sampler!r}. It would draw each row alike, not each episode. Use "
+                "sample_by='windows' or 'whole_episodes'."
+            )
+        is_ordered = isinstance(sampler, OrderedSampler)
+        if sampler.max_draws is not None and writer.blocks_when_full:
+            is_ordered = True  # rows are freed in the order of time
+        if self.sample_by != "windows" and is_ordered and ring.envs > 1:
             raise ValueError(
                 f"Sequence: sample_by={self.sample_by!r}: expected a sampler that draws in any "
                 f"order, got {type(sampler).__name__}. Episodes of several environments have no "

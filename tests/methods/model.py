@@ -91,7 +91,9 @@ class Model:
         if unread is None or not self.anchors:
             return free
         age = {row: number for lane in self.writer.lanes for number, row in enumerate(lane)}
-        read = age[unread[0]] if unread else age[self.anchors[-1]] + 1
+        # Limited draws come in any order: the oldest row that has draws left counts.
+        first = unread if self.buffer.sampler.max_draws is not None else unread[:1]
+        read = min((age[row] for row in first), default=age[self.anchors[-1]] + 1)
         return free + max(0, read - self.unit.lookback - (self.unit.max_entry_delay or 0))
 
     def set(self, slots, values, flags):

@@ -1,5 +1,6 @@
 """Samplers in plain Python: which anchors each kind may draw, given anchors in rank order."""
 
+import collections
 import math
 from fractions import Fraction
 
@@ -135,6 +136,56 @@ class Priorities(Alike):
 
     def at_end(self, anchors, slots, real):
         self.draw(anchors, slots, real)  # rows of priority 0 are hardly ever drawn
+
+
+class Limited:
+    """The part of a model with `max_draws`: items that were drawn so often are used up."""
+
+    lost = 0
+
+    def may(self, anchors):
+        return [row for row in super().may(anchors) if row.draws < self.sampler.max_draws]
+
+    def unread(self, anchors):
+        return self.may(anchors)
+
+    def learn(self, rows, anchors):
+        super().learn(rows, anchors)
+        for row in anchors:
+            self.use(row, 0)
+
+    def use(self, row, uses):
+        """Drops a row with a priority, if it is used up after some more uses."""
+        if row.priority is not None and row.draws + uses >= self.sampler.max_draws:
+            row.priority = np.float32(-2)
+
+    def changed(self, before, after, names=None, lanes=False):
+        self.lost = len(set(self.may(before)) - set(after))
+        super().changed(before, after, names, lanes)
+
+    def adopt(self, old, anchors):
+        super().adopt(old, anchors)
+        for row in anchors:
+            self.use(row, 0)
+
+    def draw(self, anchors, slots, real):
+        may, uses = {row.slot: row for row in self.may(anchors)}, collections.Counter()
+        if may and self.sampler in DISTINCT:
+            slots = slots[: len(may)]
+            assert len(set(slots)) == len(slots)
+            assert not any(real[len(slots) :])
+        for slot, is_real in zip(slots, real, strict=False):
+            left = may and self.sampler.max_draws - may[slot].draws - uses[slot]
+            assert is_real == (bool(may) and left > 0)
+            uses[slot] += is_real
+        for slot, count in uses.items():
+            self.use(may[slot], count) if count else None
+
+    def at_end(self, anchors, slots, real):
+        may = {row.slot for row in self.may(anchors)}
+        self.draw(anchors, slots, real)
+        if not self.sampler.prioritized:  # rows of priority 0 are hardly ever drawn
+            assert set(drawn(slots, real)) == may
 
 
 class Queue(Alike):
@@ -287,6 +338,8 @@ def is_priority(number):
     return number is not None and np.isfinite(number) and number >= 0
 
 
+DISTINCT = [jrb.Uniform(False), jrb.Uniform(False, count_draws=True)]
+DISTINCT += [jrb.Uniform(False, max_draws=count) for count in range(1, 4)]
 _KINDS = {"Prioritized": Priorities, "Queue": Queue, "Lifo": LifoState, "Newest": Newest}
 _KINDS["WithoutReplacement"] = Epochs
 
@@ -294,6 +347,9 @@ _KINDS["WithoutReplacement"] = Epochs
 def of(buffer, all_held):
     """Returns the model of a buffer's sampler."""
     sampler, spaces = buffer.sampler, buffer.capacity if all_held else None
-    if sampler in (jrb.Uniform(False), jrb.Uniform(False, count_draws=True)):
-        return Distinct(sampler, spaces)
-    return _KINDS.get(type(sampler).__name__, Alike)(sampler, spaces)
+    kind = _KINDS.get(type(sampler).__name__, Alike)
+    if sampler.max_draws is not None:
+        kind = type("Limited" + kind.__name__, (Limited, kind), {})
+    elif sampler in DISTINCT:
+        kind = Distinct
+    return kind(sampler, spaces)

@@ -30,6 +30,8 @@ BEST = jrb.MaxValue(("next", "reward"))
 COUNTED = jrb.Prioritized(count_draws=True)
 HELD = jrb.Prioritized(new_priority="largest_held")
 EVERY = jrb.Weighted(weights.every, leaves=(("next", "reward"),))
+TWICE = jrb.Prioritized(max_draws=2)
+WEIGHTED_TWICE = dataclasses.replace(EVERY, max_draws=2)
 UNSHUFFLED = jrb.WithoutReplacement(shuffle=False, uses=2)
 
 
@@ -86,6 +88,17 @@ CASES = [
     Case("whole episodes", EVERY, storage=ONCE),
     Case("transition", EVERY, BEST),
     Case("windows", EVERY, LANES),
+    Case("transition", TWICE),
+    Case("strict n-step", TWICE, FULL),
+    Case("whole episodes", TWICE, storage=ONCE),
+    Case("windows", TWICE, LANES),
+    Case("windows of a period", jrb.Uniform(max_draws=3)),
+    Case("strict n-step", jrb.Uniform(False, max_draws=1), FULL),
+    Case("stacks", jrb.Uniform(max_draws=1), LANES),
+    Case("transition", jrb.Uniform(False, max_draws=2), BEST),
+    Case("stacked strict n-step", jrb.Uniform(max_draws=2), FULL, envs=1),
+    Case("padded windows of a period", WEIGHTED_TWICE),
+    Case("transition", WEIGHTED_TWICE, FULL, ONCE),
 ]
 
 

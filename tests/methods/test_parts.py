@@ -32,12 +32,15 @@ ARRAYS = [
     ("transition", jrb.Uniform(False), jrb.MaxValue(("next", "reward")), MEMMAP),
     ("stacks", HELD, jrb.PerEnvironment(), COMPRESSED),
     ("transition", jrb.Uniform(), jrb.Reservoir(0), COMPRESSED),
+    ("windows of a period", jrb.Prioritized(max_draws=2), jrb.BlockWhenFull(), MEMMAP),
+    ("strict n-step", jrb.Uniform(max_draws=1), jrb.RoundRobin(), SPILL),
 ]
 OBJECTS = [
     ("transition", HELD, jrb.RoundRobin(), jrb.ListStorage()),
     ("transition", jrb.Queue(count_draws=True), jrb.BlockWhenFull(), jrb.ListStorage()),
     ("transition", IN_ORDER, jrb.PerEnvironment(), jrb.ListStorage()),
     ("transition", jrb.Uniform(), jrb.Reservoir(0), jrb.ListStorage()),
+    ("transition", jrb.Uniform(False, max_draws=2), jrb.BlockWhenFull(), jrb.ListStorage()),
 ]
 
 

@@ -137,6 +137,7 @@ CASES = [
     (jrb.Lifo(), jrb.RoundRobin(), "device", None),
     (jrb.Newest(0.5), jrb.RoundRobin(), "spill", None),
     (LONGEST, jrb.RoundRobin(), "device", 2),
+    (jrb.Prioritized(max_draws=2), jrb.RoundRobin(), "device", 2),
     (jrb.Grouped("token", 50, 2), jrb.RoundRobin(), "device", 2),
     (jrb.Mixture((jrb.Uniform(), jrb.Prioritized()), (0.5, 0.5)), jrb.RoundRobin(), "device", 1),
 ]
