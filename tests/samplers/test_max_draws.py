@@ -53,7 +53,12 @@ def drain(buffer, state, seed=0):
     return state, total
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
+def name_of(sampler):
+    """Returns the class and the limit, as texts of functions differ between processes."""
+    return f"{type(sampler).__name__}-{sampler.max_draws}"
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=name_of)
 def test_each_item_is_used_so_often_and_never_again(sampler):
     buffer, state = filled(10, 7, sampler=sampler)
     state, total = drain(buffer, state)
@@ -80,7 +85,7 @@ def test_a_batch_without_replacement_is_full_as_long_as_items_are_left():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", [ONCE, SAMPLERS[2], SAMPLERS[3]], ids=repr)
+@pytest.mark.parametrize("sampler", [ONCE, SAMPLERS[2], SAMPLERS[3]], ids=name_of)
 def test_items_that_are_left_are_drawn_as_ever(sampler):
     sampler = dataclasses.replace(sampler, max_draws=1)
     buffer, state = filled(20, 20, sampler=sampler, batch_size=8)
@@ -115,7 +120,7 @@ def test_a_late_update_or_another_alpha_revives_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=name_of)
 def test_a_blocking_writer_waits_for_items_with_draws_left(sampler):
     buffer, state = filled(0, 6, sampler=sampler, writer=jrb.BlockWhenFull())
     rng, total, written = np.random.default_rng(0), collections.Counter(), 0
@@ -144,7 +149,7 @@ def test_dropped_items_do_not_block():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", SAMPLERS[1:3], ids=repr)
+@pytest.mark.parametrize("sampler", SAMPLERS[1:3], ids=name_of)
 def test_used_up_items_are_saved_and_rebuilt(sampler, tmp_path):
     buffer, state = filled(8, sampler=sampler, batch_size=6)
     state, sample = buffer.draw(state, jax.random.key(0))
@@ -183,7 +188,7 @@ def test_many_buffers_and_shards_and_mixes():
 
 @pytest.mark.devices
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", [ONCE, jrb.Prioritized(max_draws=1)], ids=repr)
+@pytest.mark.parametrize("sampler", [ONCE, jrb.Prioritized(max_draws=1)], ids=name_of)
 def test_shards_use_their_items_up(sampler):
     whole = jrb.ReplayBuffer(16, 2, batch_size=6, sampler=sampler)
     sharded = jrb.Sharded(whole, 2)
