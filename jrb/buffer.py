@@ -542,8 +542,9 @@ class ReplayBuffer:
         """Sets leaves of stored items, in place.
 
         The unit is updated at once: if done flags change, this costs O(N), and new anchors get the
-        priority of new items. Other priorities stay. The next checkpoint has the edit. With
-        `share_next_observations`, editing observations costs O(N), and may need room in the pool.
+        priority of new items. Other priorities stay. The next checkpoint has the edit. In a
+        `DeviceStorage` with `share_next_observations`, editing observations costs O(N), and may
+        need room in the pool.
 
         Args:
             state: may be donated.

@@ -145,6 +145,7 @@ def test_a_sampler_of_ones_own_keeps_the_contracts():
         (jrb.MemmapStorage(), jrb.NStep(3, 0.9)),
         (jrb.SpillStorage(None, 16), jrb.Transition()),
         (jrb.CompressedStorage(min_bytes=1), jrb.Sequence(3)),
+        (jrb.MemmapStorage(share_next_observations=True), jrb.NStep(3, 0.9)),
     ],
     ids=name_of,
 )

@@ -28,6 +28,7 @@ BUFFERS = {
     "queue": {"sampler": jrb.Queue(), "writer": jrb.BlockWhenFull()},
     "shared": {"storage": jrb.DeviceStorage(share_next_observations=True, terminal_capacity=12)},
     "memmap": {"storage": jrb.MemmapStorage(None), **PRIORITIZED},
+    "on disk once": {"storage": jrb.MemmapStorage(share_next_observations=True), **PRIORITIZED},
     "spill": {"storage": jrb.SpillStorage(None, device_capacity=8), "unit": jrb.FrameStack(2)},
     "compressed": {"storage": jrb.CompressedStorage(min_bytes=1), "unit": jrb.FrameStack(2)},
     "moments": {"transforms": (jrb.transforms.RunningNormalize(),), **PRIORITIZED},

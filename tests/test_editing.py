@@ -19,6 +19,8 @@ STORAGES = {
     "memmap": lambda: jrb.MemmapStorage(None),
     "spill": lambda: jrb.SpillStorage(None, 4),
     "compressed": lambda: jrb.CompressedStorage(min_bytes=1),
+    "memmap once": lambda: jrb.MemmapStorage(share_next_observations=True),
+    "spill once": lambda: jrb.SpillStorage(None, 4, share_next_observations=True),
 }
 
 

@@ -13,11 +13,12 @@ the same write can be made again.
 import dataclasses
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from jrb._store.block_store import BlockStore
-from jrb._store.blocks import RowWrite, find_runs
+from jrb._store.blocks import BlockArray, RowWrite, find_runs
 from jrb._store.files import StaleError
 from jrb._store.threads import PATIENCE, Gate, taken_lock
 
@@ -87,14 +88,33 @@ class SlotNumbers:
 
 
 @dataclasses.dataclass
+class ArrayWrite:
+    """The part of a write that goes to one array.
+
+    Attributes:
+        array: the array.
+        slots: integers `[B]`, distinct.
+        rows: uint8 `[B, width]`.
+        pieces: the runs of consecutive slots.
+        keep: True if an undo needs the rows before, however many they are; False if it does not;
+            None if it does unless they are too many, or no state has rows at the write's slots.
+    """
+
+    array: BlockArray
+    slots: np.ndarray
+    rows: np.ndarray
+    pieces: list[tuple[int, int]]
+    keep: bool | None = None
+
+
+@dataclasses.dataclass
 class LastWrite:
     """The write that was made last, to take it back.
 
     Attributes:
         version: the version before it.
         slots: integers `[B]`; none if no state has rows there.
-        rows: the rows that were there before, uint8 `[B, width]` for each array; None if no state
-            has rows at these slots, or if they are too many to be kept.
+        rows: the rows that were there before and are kept: array, slots, and uint8 `[B, width]`.
         is_kept: False if there were too many rows.
         lost: the slots whose rows were lost before it.
         forget: takes the write out of the numbers.
@@ -105,7 +125,7 @@ class LastWrite:
 
     version: int
     slots: np.ndarray
-    rows: list[np.ndarray] | None
+    rows: list[tuple[BlockArray, np.ndarray, np.ndarray]]
     is_kept: bool
     lost: np.ndarray
     forget: Callable[[], None]
@@ -133,6 +153,7 @@ class SharedRows:
         self._last: LastWrite | None = None
         self._lost = np.zeros(0, np.int64)  # slots of a write that was cut off
         self._num_undone = 0  # the writes that were taken back
+        self._num_changes = 0  # odd while rows are being written, or taken back
         self._first_unwritten = self.reach
 
     @property
@@ -153,21 +174,29 @@ class SharedRows:
         Slots are signed integers. Rows that no state has are zeros, or those of a write that was
         taken back. Raises `StaleError` if a row was overwritten after the version.
         """
-        self._undo_cut_write()
-        pairs = list(zip(self._arrays[first:], slots, strict=False))
-        # Mostly, all arrays are read at the same slots.
-        highest = {id(at): at.item(at.argmax()) if at.size else -1 for at in slots}
         while True:
-            before = [self._num_undone, *(array.moves for array, _ in pairs)]
-            rows = [array.read_rows(at, highest[id(at)]) for array, at in pairs]
+            self._undo_cut_write()
+            before = self._marks()
+            rows = self._gather(slots, first)
             # Checked after the reads, as a row may have been overwritten meanwhile.
             if version != self._numbers.newest or self.store.is_ousted or len(self._lost):
                 for at in {id(at): at for at in slots}.values():
                     self._check_unchanged(version, at)
             # Another thread may have moved a block meanwhile, and reused its position; or a write
             # was cut off and taken back, some of whose rows were read.
-            if before == [self._num_undone, *(array.moves for array, _ in pairs)]:
+            if before == self._marks():
                 return rows
+
+    def _marks(self) -> list[Any]:
+        """Returns numbers that differ after a read if its rows may be of different moments."""
+        return [self._num_undone, *(array.moves for array in self._arrays)]
+
+    def _gather(self, slots: list[np.ndarray], first: int = 0) -> list[np.ndarray]:
+        """Returns rows of the arrays from `first` on, each at its slots, without any check."""
+        # Mostly, all arrays are read at the same slots.
+        highest = {id(at): at.item(at.argmax()) if at.size else -1 for at in slots}
+        pairs = zip(self._arrays[first:], slots, strict=False)
+        return [array.read_rows(at, highest[id(at)]) for array, at in pairs]
 
     def _check_unchanged(self, version: int, slots: np.ndarray) -> None:
         """Raises `StaleError` if a row is lost, or may be of a later version."""
@@ -224,23 +253,27 @@ class SharedRows:
             if not len(slots):
                 return version
             pieces = find_runs(slots)
+            plan = self._plan(slots, rows, pieces)
             # Blocks that no state reads yet are written first: only these need room on the disk.
             writes: list[RowWrite] = []
             try:
-                for array, part in zip(self._arrays, rows, strict=True):
-                    writes.append(array.begin_write(slots, part, pieces))
+                for it in plan:  # one after the other, so that all can be cancelled
+                    write = it.array.begin_write(it.slots, it.rows, it.pieces)
+                    writes.append(write)
                 if patient:
                     self.drawing.wait()
-                last = self._overwritten(version, slots)
+                last = self._overwritten(version, slots, plan)
             except BaseException:
                 for write in writes:
                     write.cancel()
                 raise
             self._last = last  # from here on, a write that is cut off is taken back
             try:
-                self._numbers.add(slots, pieces)
+                self._num_changes += 1  # odd from here on
+                self._count_write(slots, pieces)
                 for write in writes:
                     write.finish()
+                self._num_changes += 1
                 last.is_over = True
             finally:
                 last.ending.release()
@@ -248,15 +281,29 @@ class SharedRows:
                 self._lost = np.setdiff1d(self._lost, slots)
             return self.version
 
-    def _overwritten(self, version: int, slots: np.ndarray) -> LastWrite:
+    def _plan(
+        self, slots: np.ndarray, rows: list[np.ndarray], pieces: list[tuple[int, int]]
+    ) -> list[ArrayWrite]:
+        """Returns the writes into all arrays; `pieces` are the runs of consecutive slots."""
+        pairs = zip(self._arrays, rows, strict=True)
+        return [ArrayWrite(array, slots, part, pieces) for array, part in pairs]
+
+    def _count_write(self, slots: np.ndarray, pieces: list[tuple[int, int]]) -> None:
+        """Counts a write, of which the arrays get the rows next."""
+        self._numbers.add(slots, pieces)
+
+    def _overwritten(self, version: int, slots: np.ndarray, plan: list[ArrayWrite]) -> LastWrite:
         """Returns the facts by which the next write can be undone."""
-        num_bytes = len(slots) * sum(array.spec.width for array in self._arrays)
+        num_bytes = sum(len(it.slots) * it.array.spec.width for it in plan)
         is_new = slots.item(slots.argmin()) >= self._first_unwritten
-        is_kept = is_new or num_bytes <= _MOST_KEPT
-        before, highest = None, slots.item(slots.argmax())
-        if is_kept and not is_new:
-            before = [array.read_rows(slots, highest) for array in self._arrays]
-        self._first_unwritten = max(self._first_unwritten, highest + 1)
+        is_small = num_bytes <= _MOST_KEPT
+        before = [
+            (it.array, it.slots, it.array.read_rows(it.slots))
+            for it in plan
+            if it.keep or (it.keep is None and is_small and not is_new)
+        ]
+        is_kept = is_new or is_small or all(it.keep is not None for it in plan)
+        self._first_unwritten = max(self._first_unwritten, slots.item(slots.argmax()) + 1)
         forget = self._numbers.undo_of(slots)
         slots = slots[:0] if is_new else slots
         thread = threading.get_ident()
@@ -292,10 +339,11 @@ class SharedRows:
             last = self._last
             if last is None or last.is_over:  # another thread has taken it back meanwhile
                 return
-            if last.rows is not None:
-                for array, rows in zip(self._arrays, last.rows, strict=True):
-                    array.write_rows(last.slots, rows)
+            self._num_changes |= 1
+            for array, slots, rows in last.rows:
+                array.write_rows(slots, rows)
             self._lost = last.lost if last.is_kept else np.union1d(last.lost, last.slots)
             self._num_undone += 1  # before the version is the old one again; see `read_rows`
             last.forget()
+            self._num_changes += 1
             self._last = None

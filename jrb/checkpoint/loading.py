@@ -31,7 +31,7 @@ from jrb.storages import DeviceStorage, compressed
 from jrb.storages.compressed import CompressedRows, CompressedStorage
 from jrb.storages.device import next_observation_rows, shared_leaves
 from jrb.storages.host_rows import bytes_of
-from jrb.storages.memmap import ITEMS, item_sources
+from jrb.storages.memmap import ENTRIES, ITEMS, item_sources
 from jrb.types import Item
 from jrb.types.messages import PartState, WritePlan
 
@@ -344,11 +344,14 @@ def _leaves_of_bytes(rows: list[np.ndarray], specs: list[Any]) -> list[np.ndarra
     ]
 
 
-def _item_arrays(checkpoint: OpenedCheckpoint, spec: Item, capacity: int) -> list[BlockArray]:
+def _item_arrays(
+    checkpoint: OpenedCheckpoint, spec: Item, capacity: int, are_linked: bool = False
+) -> list[BlockArray]:
     """Returns the arrays of the leaves of items; raises unless they are those of the spec."""
-    sources = item_sources(spec, capacity)
+    sources = item_sources(spec, capacity, are_linked)
     expected = {name: (source.kind, source.rows * source.width) for name, source in sources.items()}
-    got = {name: kind for name, kind in checkpoint.kinds().items() if name.startswith(ITEMS)}
+    kinds = checkpoint.kinds().items()
+    got = {name: kind for name, kind in kinds if name.startswith((ITEMS, ENTRIES))}
     if got != expected:
         raise DamagedError(f"{checkpoint.path}: expected the items {expected}, got {got}.")
     return [checkpoint.store.arrays[checkpoint.prefix + name] for name in sources]
@@ -529,13 +532,14 @@ def _open_storage(
     # The folder may have been moved since.
     if not schema.is_at(checkpoint.path, buffer):
         buffer = dataclasses.replace(buffer, storage=buffer.storage.at(checkpoint.path))
-    arrays = _item_arrays(checkpoint, spec, buffer.capacity)
+    are_linked = buffer.storage.share_next_observations
+    arrays = _item_arrays(checkpoint, spec, buffer.capacity, are_linked)
     if verify:
         blocks = [(array, block) for array in arrays for block in range(array.spec.num_blocks)]
         run_all([functools.partial(array.read_block, block) for array, block in blocks])
     want, path = schema.blank(buffer, spec), checkpoint.path
     state = restore_arrays(path, checkpoint.kinds(), checkpoint.fill, want, device)
-    rows = buffer.storage.open_rows(checkpoint.store, buffer.capacity, spec)
+    rows = buffer.storage.open_rows(checkpoint.store, buffer.ring, spec, buffer.keys)
     state = attach_rows(buffer, state, rows, 0)
     return buffer, state if device is None else jax.device_put(state, device)
 

@@ -164,27 +164,31 @@ class SharedObservations(pytree.State):
 
 
 def shared_leaves(spec: Item, keys: Keys) -> dict[str, str]:
-    """Maps leaves of the next observation to leaves of the observation that hold their rows."""
+    """Maps leaves of the next observation to leaves of the observation that hold their rows.
+
+    Raises `ValueError` if there are none.
+    """
     named = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
     twins = {name: keys.twin(name) for name in named}
-    return {
+    shared = {
         name: other
         for name, other in twins.items()
         if other in named and named[name] == named[other]
     }
-
-
-def _init_shared(context: Context, spec: Item, room: int) -> SharedObservations:
-    """Returns a state without items, with a pool of `room` next observations."""
-    ring, keys = context.ring, context.keys
-    shared = shared_leaves(spec, keys)
     if not shared:
         raise ValueError(
-            "DeviceStorage: share_next_observations: expected leaves at "
+            "share_next_observations: expected leaves at "
             f"'{path_name(keys.next_observation)}' like those at '{path_name(keys.observation)}', "
             f"got an item with the leaves {pytree.leaf_names(spec)}. Name them with "
             "keys=jrb.Keys(...)."
         )
+    return shared
+
+
+def _init_shared(context: Context, spec: Item, room: int) -> SharedObservations:
+    """Returns a state without items, with a pool of `room` next observations."""
+    ring = context.ring
+    shared = shared_leaves(spec, context.keys)
 
     def zeros(path: tuple, leaf: Leaf) -> Any:
         name = pytree.leaf_name(path)

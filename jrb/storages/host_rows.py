@@ -380,11 +380,13 @@ class HostStorage(Storage):
     Attributes:
         state_type: the class of the storage's states.
         assembles: True if items are made of what was fetched and of other arrays of the state.
+        takes_keys: True if `make_rows` and `nbytes` also take the keys of the buffer, as `keys=`.
     """
 
     is_on_host: ClassVar[bool] = True
     state_type: ClassVar[type] = HostView
     assembles: ClassVar[bool] = False
+    takes_keys: ClassVar[bool] = False
 
     @abc.abstractmethod
     def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> HostRows:

@@ -14,15 +14,21 @@ from jrb._store import files
 from jrb._store.block_store import BlockStore, Source
 from jrb._store.blocks import rows_per_block
 from jrb._store.files import StaleError
+from jrb._store.linked_rows import LinkedRows
 from jrb._store.shared_rows import SharedRows
 from jrb._util import casting, checks, pytree
+from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.storages import host_rows
+from jrb.storages.device import shared_leaves
 from jrb.storages.host_rows import HostRows, HostStorage
 from jrb.types import Item
 
 ITEMS = "items/"
 """The prefix of the names of arrays with the rows of items."""
+
+ENTRIES = ".entries"
+"""The name of the array that says where next observations are; see `jrb._store.linked_rows`."""
 
 
 class StoreRows(HostRows):
@@ -30,11 +36,15 @@ class StoreRows(HostRows):
 
     takes_back: ClassVar[bool] = True
 
-    def __init__(self, store: BlockStore, capacity: int, spec: Item) -> None:
-        super().__init__(capacity, spec)
+    def __init__(self, store: BlockStore, ring: Ring, spec: Item, twins: dict[int, int]) -> None:
+        super().__init__(ring.capacity, spec)
         self.store: BlockStore = store
         self.turn: AbstractContextManager[Any] = store.turn
-        self.shared: SharedRows = SharedRows(store, list(item_sources(spec, capacity)))
+        names = list(item_sources(spec, ring.capacity))
+        if twins:
+            self.shared: SharedRows = LinkedRows(store, names, ENTRIES, twins, ring.envs)
+        else:
+            self.shared = SharedRows(store, names)
         self.path: str | None = store.path
 
     @property
@@ -83,14 +93,20 @@ class StoreRows(HostRows):
             raise
 
 
-def item_sources(spec: Item, capacity: int) -> dict[str, Source]:
-    """Returns the arrays of a store, by name, for items of this spec."""
+def item_sources(spec: Item, capacity: int, are_linked: bool = False) -> dict[str, Source]:
+    """Returns the arrays of a store, by name, for items of this spec.
+
+    With `are_linked`, next observations are not in the order of slots; see `LinkedRows`.
+    """
     sources = {}
     for name, leaf in zip(pytree.unique_names(spec), jax.tree.leaves(spec), strict=True):
         raw = casting.raw_spec(leaf)
         kind = [str(leaf.dtype), str([capacity, *leaf.shape])]
         width = raw.size * raw.dtype.itemsize
         sources[ITEMS + name] = Source(kind, f"leaf '{name}'", capacity, width)
+    if are_linked:
+        kind = ["int32", str([capacity])]
+        sources[ENTRIES] = Source(kind, "the entries of next observations", capacity, 4)
     return sources
 
 
@@ -99,7 +115,9 @@ class StoreArrays(HostStorage):
 
     path: str | os.PathLike[str] | None
     prealloc: bool
+    share_next_observations: bool
     unbound: ClassVar[tuple[str, ...]] = ("path", "device_capacity", "prealloc")
+    takes_keys: ClassVar[bool] = True
 
     def check(self) -> None:
         """Checks these fields, and makes the path absolute, so that a later `chdir` is harmless."""
@@ -111,6 +129,12 @@ class StoreArrays(HostStorage):
                 raise
             object.__setattr__(self, "path", path)
         checks.flag("prealloc", self.prealloc)
+        checks.flag("share_next_observations", self.share_next_observations)
+        if self.prealloc and self.share_next_observations:
+            raise ValueError(
+                "prealloc: expected False with share_next_observations=True, as the room that next "
+                "observations need is not known before, got True. Leave one of them out."
+            )
 
     def at(self, path: str | os.PathLike[str] | None) -> Self:
         """Returns this storage with another folder."""
@@ -120,9 +144,20 @@ class StoreArrays(HostStorage):
         """Returns this storage with a temporary folder."""
         return self.at(None)
 
-    def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> StoreRows:
+    def twins(self, spec: Item, keys: Keys) -> dict[int, int]:
+        """Returns, for the number of each next observation that is shared, the observation's."""
+        if not self.share_next_observations:
+            return {}
+        numbers = {name: number for number, name in enumerate(pytree.leaf_names(spec))}
+        pairs = shared_leaves(spec, keys).items()
+        return {numbers[name]: numbers[observation] for name, observation in pairs}
+
+    def make_rows(
+        self, ring: Ring, spec: Item, is_chronological: bool, keys: Keys = TED
+    ) -> StoreRows:
         """Creates files full of zeros. Raises if the disk has no space for them."""
-        sources = item_sources(spec, ring.capacity)
+        twins = self.twins(spec, keys)
+        sources = item_sources(spec, ring.capacity, self.share_next_observations)
         rounds = self._reserved_rounds
         store = BlockStore.create(None if self.path is None else os.fspath(self.path))
         try:
@@ -131,7 +166,7 @@ class StoreArrays(HostStorage):
                 num_blocks = -(-source.rows // rows_per_block(source.rows, source.width))
                 store.array(name, source, reserve=rounds * num_blocks)
             store.keep_open()
-            return StoreRows(store, ring.capacity, spec)
+            return StoreRows(store, ring, spec, twins)
         except BaseException:
             store.close()
             raise
@@ -142,9 +177,9 @@ class StoreArrays(HostStorage):
         # Rows of the last commit stay as they are: until the next one, as many may be added.
         return 0 if not self.prealloc else 1 if self.path is None else 2
 
-    def open_rows(self, store: BlockStore, capacity: int, spec: Item) -> StoreRows:
+    def open_rows(self, store: BlockStore, ring: Ring, spec: Item, keys: Keys) -> StoreRows:
         """Returns the rows of a store that has been opened, whose files keep the room they have."""
-        rows = StoreRows(store, capacity, spec)
+        rows = StoreRows(store, ring, spec, self.twins(spec, keys))
         for name in rows.shared.names:
             array = store.arrays[name]
             array.reserved = self._reserved_rounds * array.spec.num_blocks
@@ -155,9 +190,16 @@ class StoreArrays(HostStorage):
         blocks = [(it, rows_per_block(it.rows, it.width)) for it in sources.values()]
         return sum(-(-it.rows // block) * block * it.width for it, block in blocks)
 
-    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> dict[str, int]:
-        """Returns the bytes of the rows of a full ring, in whole blocks, and of the version."""
-        size = self._file_bytes(item_sources(spec, ring.capacity))
+    def nbytes(
+        self, ring: Ring, spec: Item, is_chronological: bool, keys: Keys = TED
+    ) -> dict[str, int]:
+        """Returns the bytes of the rows of a full ring, in whole blocks, and of the version.
+
+        Next observations that are shared count as if each were the observation of the next row.
+        """
+        sources = item_sources(spec, ring.capacity, self.share_next_observations)
+        shared = [list(sources)[number] for number in self.twins(spec, keys)]
+        size = self._file_bytes({name: it for name, it in sources.items() if name not in shared})
         return {"files": size, "device": pytree.nbytes(host_rows.WORDS)}
 
 
@@ -192,6 +234,10 @@ class MemmapStorage(StoreArrays):
         prealloc: if True, `init` reserves all room on the disk, so that it cannot be full later:
             once the size of the items without a path, else twice. If False, files grow as they are
             filled, and a write to a full disk raises OSError and changes nothing.
+        share_next_observations: if True, a next observation that equals, bit for bit, the
+            observation of the same environment's next row takes no room of its own in the files:
+            about half of them for frames. Reads return exactly what was written, and no row is
+            removed early, whatever the writer and the number of episodes. `prealloc` must be False.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -203,6 +249,7 @@ class MemmapStorage(StoreArrays):
 
     path: str | os.PathLike[str] | None = None
     prealloc: bool = False
+    share_next_observations: bool = False
 
     def __post_init__(self) -> None:
         self.check()

@@ -13,7 +13,7 @@ import numpy as np
 from jrb._core import packed
 from jrb._util import checks, pytree
 from jrb._xla import dependencies, gather
-from jrb.keys import TED
+from jrb.keys import TED, Keys
 from jrb.ring import Occupancy, Ring
 from jrb.storages.host_rows import HostRows, HostView, RowsSpec, UniqueSlots
 from jrb.storages.memmap import StoreArrays, StoreRows
@@ -63,11 +63,14 @@ class SpillStorage(StoreArrays):
         device_capacity: H, the number of items on the device, a multiple of E, at most N.
         prealloc: if True, `init` reserves all room on the disk, so that it cannot be full later. If
             False, files grow as they are filled, and a write to a full disk raises OSError.
+        share_next_observations: if True, files have each observation once, as those of
+            `jrb.MemmapStorage`; the rows on the device have next observations of their own.
     """
 
     path: str | os.PathLike[str] | None
     device_capacity: int
     prealloc: bool = False
+    share_next_observations: bool = False
     state_type: ClassVar[type] = TieredState
     assembles: ClassVar[bool] = True
 
@@ -81,14 +84,16 @@ class SpillStorage(StoreArrays):
         """True: the newest rows are those that were written last."""
         return True
 
-    def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> StoreRows:
+    def make_rows(
+        self, ring: Ring, spec: Item, is_chronological: bool, keys: Keys = TED
+    ) -> StoreRows:
         """Creates files full of zeros. Raises if the disk has no space for them."""
         if self.device_capacity % ring.envs:
             raise ValueError(
                 f"device_capacity: expected a multiple of num_envs = {ring.envs}, got "
                 f"{self.device_capacity}."
             )
-        return super().make_rows(ring, spec, is_chronological)
+        return super().make_rows(ring, spec, is_chronological, keys)
 
     def cache_ring(self, ring: Ring) -> Ring:
         """Returns the shape of the ring of cached rows."""

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.Priority
 E, ROWS, PROGRAMS = 2, 3, 60
 MEMMAP, SPILL = jrb.MemmapStorage(None), jrb.SpillStorage(None, 2 * E)
 COMPRESSED = jrb.CompressedStorage(min_bytes=1)
+ONCE = jrb.MemmapStorage(share_next_observations=True)
 COUNTED = jrb.Prioritized(count_draws=True)
 HELD = jrb.Prioritized(new_priority="largest_held")
 IN_ORDER = jrb.WithoutReplacement(shuffle=False, count_draws=True)
@@ -28,6 +29,8 @@ ARRAYS = [
     ("transition", HELD, jrb.RoundRobin(), SPILL),
     ("transition", jrb.Queue(), jrb.BlockWhenFull(), SPILL),
     ("windows of a period", COUNTED, jrb.PerEnvironment(), MEMMAP),
+    ("windows of a period", COUNTED, jrb.PerEnvironment(), ONCE),
+    ("strict n-step", HELD, jrb.RoundRobin(), ONCE),
     ("stacks", jrb.Newest(count=2), jrb.ReadOnly(), SPILL),
     ("transition", jrb.Uniform(False), jrb.MaxValue(("next", "reward")), MEMMAP),
     ("stacks", HELD, jrb.PerEnvironment(), COMPRESSED),

@@ -40,6 +40,8 @@ STORAGES = {
     "spill": lambda: jrb.SpillStorage(None, 6),
     "spill all": lambda: jrb.SpillStorage(None, 600),
     "compressed": lambda: jrb.CompressedStorage(min_bytes=1),
+    "once": lambda: jrb.MemmapStorage(share_next_observations=True),
+    "spill once": lambda: jrb.SpillStorage(None, 6, share_next_observations=True),
 }
 
 
@@ -69,6 +71,8 @@ CASES = [
     ("spill", "stack", 2),
     ("spill all", "n-step", 2),
     ("compressed", "stack", 2),
+    ("once", "sequence", 2),
+    ("spill once", "transition", 2),
 ]
 
 
@@ -154,7 +158,8 @@ def test_compiled_methods_write_in_place_what_the_others_write(storage, writer, 
 
 
 @pytest.mark.parametrize(
-    ("storage", "unit"), [("memmap", "stack"), ("spill", "sequence"), ("compressed", "n-step")]
+    ("storage", "unit"),
+    [("memmap", "stack"), ("spill", "sequence"), ("compressed", "n-step"), ("once", "n-step")],
 )
 def test_draws_inside_jit_are_those_of_the_device(storage, unit):
     parts = {"capacity": 12, "num_envs": 2, "batch_size": 8, "unit": UNITS[unit]}
