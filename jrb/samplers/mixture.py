@@ -188,7 +188,7 @@ class Mixture(Sampler):
         # In a random order, as stratified draws ascend, and only some of them are taken.
         last = len(self.samplers) - 1
         at = jnp.argsort(random_bits.bits(key, drawn.mask.shape))
-        others = others.replace(sampler=jnp.full_like(drawn.sampler, last))
+        others = others.replace(sampler=jnp.full(drawn.mask.shape, last, jnp.int32))
         is_filled = (drawn.sampler == last) | ~drawn.mask
         return jax.tree.map(lambda a, b: jnp.where(is_filled, b[at], a), drawn, others)
 

@@ -158,10 +158,10 @@ class Weighted(ShardedSampler, LimitedSampler):
         facts: Any = anchors.facts
         # Ranks and sums over all anchors need to know which slots are none.
         age: Any = facts.age
-        if age is not None:
+        if facts.age is not None:
             # Of groups, the ages have an axis of items.
-            is_anchor = state.is_anchor.reshape(-1, *(1,) * (age.ndim - 1))
-            age = jnp.where(is_anchor, age, -1)
+            is_anchor = state.is_anchor.reshape(-1, *(1,) * (facts.age.ndim - 1))
+            age = jnp.where(is_anchor, facts.age, -1)
         weights = jnp.asarray(self.function(facts.leaves, age, facts.context))
         is_real = jnp.issubdtype(weights.dtype, jnp.number) or weights.dtype == jnp.bool_
         if weights.shape != (ring.capacity,) or not is_real:
