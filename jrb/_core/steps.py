@@ -337,13 +337,13 @@ def leaves_read(buffer: Buffer, items: Item, paths: tuple[Path, ...]) -> dict[st
     """Returns the leaves of items at the paths that the sampler reads, by name, or raises."""
     leaves: dict[str, Any] = {}
     for path in paths:
-        found = leaves_at(items, path)
-        if not found:
+        leaves_of_path = leaves_at(items, path)
+        if not leaves_of_path:
             raise ValueError(
                 f"{type(buffer.sampler).__name__}: expected paths in an item, which has the leaves "
                 f"{pytree.leaf_names(items)}, got '{path_name(path)}'."
             )
-        leaves |= found
+        leaves |= leaves_of_path
     return leaves
 
 

@@ -1,7 +1,6 @@
 """Draws of groups of items that share a key: completions of a prompt, tasks, levels."""
 
 import dataclasses
-import functools
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -218,18 +217,25 @@ class Grouped(ShardedSampler):
         """Returns the groups that may be drawn as anchors, and a state of the sampler of groups."""
         sizes = dependencies.materialize(lambda: state.sizes)
         may_be_drawn = sizes >= (1 if self.partial == "pad" else self.per_group)
-        if isinstance(self.sampler, OrderedSampler):
-            # From the group that is longest without an item to the newest.
-            since = dependencies.materialize(lambda: state.now - state.newest)
-            age = jnp.minimum(since, _OLDEST - 1)
-            last = jnp.where(may_be_drawn, -age.astype(jnp.int32), 1)
-            order = jnp.argsort(last, stable=True).astype(jnp.int32)
-            place_of = lambda ranks: order[ranks]
-        else:
-            place_of = functools.partial(_find_places, may_be_drawn)
+
+        def nth(ranks: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            if isinstance(self.sampler, OrderedSampler):
+                # From the group that is longest without a new item to the newest.
+                since = dependencies.materialize(lambda: state.now - state.newest)
+                age = jnp.minimum(since, _OLDEST - 1).astype(jnp.int32)
+                place = jnp.argsort(jnp.where(may_be_drawn, -age, 1), stable=True)[ranks]
+            else:
+                # By runs: a running sum over 10^4 groups would take 5 times as long on a CPU.
+                padding = (0, -self.num_groups % _RUN)
+                runs = jnp.pad(may_be_drawn.astype(jnp.int32), padding).reshape(-1, _RUN)
+                run, rank = locate(jnp.sum(runs, axis=1, dtype=jnp.int32), ranks)
+                passed = jnp.cumsum(runs[run], axis=1, dtype=jnp.int32)
+                place = run * _RUN + jnp.sum(passed <= rank[:, None], axis=1)
+            return place.astype(jnp.int32), jnp.ones(ranks.shape, jnp.float32)
+
         groups = Anchors(
             count=jnp.sum(may_be_drawn, dtype=jnp.int32),
-            nth=lambda ranks, key: (place_of(ranks), jnp.ones(ranks.shape, jnp.float32)),
+            nth=nth,
             facts=None if anchors.facts is None else self._facts(state, anchors.facts),
         )
         place = jnp.arange(self.num_groups, dtype=jnp.int32)
@@ -279,15 +285,6 @@ class Grouped(ShardedSampler):
         return _add(blank.replace(key_of=state.key_of, draws=state.draws), entered)
 
 
-def _find_places(flags: jax.Array, ranks: jax.Array) -> jax.Array:
-    """Returns the indices of the first, second, ... True in `flags`, `[G]`, by ranks from 0."""
-    # By runs of flags: a running sum over 10^4 flags would take 5 times as long on a CPU.
-    runs = jnp.pad(flags.astype(jnp.int32), (0, -flags.size % _RUN)).reshape(-1, _RUN)
-    run, rank = locate(jnp.sum(runs, axis=1, dtype=jnp.int32), ranks)
-    passed = jnp.cumsum(runs[run], axis=1, dtype=jnp.int32)
-    return run * _RUN + jnp.sum(passed <= rank[:, None], axis=1, dtype=jnp.int32)
-
-
 def _remove(state: GroupedState, departed: jax.Array) -> GroupedState:
     """Removes slots, int32 `[M]`, N for padding, from the groups that they are in."""
     capacity, (num_groups, per_group) = state.key_of.size, state.slots.shape
@@ -298,11 +295,13 @@ def _remove(state: GroupedState, departed: jax.Array) -> GroupedState:
     at = jnp.where(members == departed[:, None], group[:, None], num_groups)
     place = np.arange(per_group, dtype=np.int32)
     slots = state.slots.at[at, place].set(capacity, mode="drop")
-    left = jnp.sum(slots[jnp.minimum(group, num_groups - 1)] < capacity, axis=1, dtype=jnp.int32)
+    remaining = jnp.sum(
+        slots[jnp.minimum(group, num_groups - 1)] < capacity, axis=1, dtype=jnp.int32
+    )
     none = jnp.full_like(departed, num_groups) + dependencies.zero_depending_on(group)
     return state.replace(
         slots=slots,
-        sizes=gather.put(state.sizes, group, left),
+        sizes=gather.put(state.sizes, group, remaining),
         group_of=gather.put(state.group_of, departed, none),
     )
 

@@ -129,7 +129,7 @@ class CompressedStorage(HostStorage):
 
     Measured: 84 x 84 frames of MinAtar take 24 to 38 times less memory, rendered frames of a cart
     pole, 400 x 600 x 3, 270 times; noise and most vectors of floats do not become smaller. Each
-    leaf is compressed by itself: a unit reads only those that it needs, and single frames with
+    leaf is compressed separately: a unit reads only those that it needs, and single frames with
     `jrb.FrameStack` take half of observations and next observations. A batch of 256 frames of 84 x
     84 is read in 1 to 1.5 ms; `jrb.prefetch` draws while a step is computed.
 

@@ -196,12 +196,12 @@ def _fit_in_rows(lengths: jax.Array, per_row: int, limit: int) -> tuple[jax.Arra
 
     def fill(number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         # In M rounds, each row gets one episode: the longest that is left goes to the emptiest row.
-        left = jnp.where(index < number, lengths, 0)
-        order = jnp.argsort(-left, stable=True).astype(jnp.int32).reshape(per_row, num_rows)
+        remaining = jnp.where(index < number, lengths, 0)
+        order = jnp.argsort(-remaining, stable=True).astype(jnp.int32).reshape(per_row, num_rows)
 
         def fill_round(filled: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
             rows = jnp.argsort(filled, stable=True).astype(jnp.int32)
-            return filled.at[rows].add(left[chosen]), rows
+            return filled.at[rows].add(remaining[chosen]), rows
 
         empty = jnp.zeros(num_rows, jnp.int32) + dependencies.zero_depending_on(lengths)
         filled, rows = lax.scan(fill_round, empty, order)
