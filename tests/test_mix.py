@@ -160,7 +160,7 @@ def test_a_sampler_that_consumes_needs_fixed_proportions():
     for _ in range(2):
         states, sample = mix.draw(states, jax.random.key(0))
     assert sample.data["id"].tolist()[2:] == [102, 103]
-    with pytest.raises(ValueError, match="Queue, which would lose what it draws"):
+    with pytest.raises(ValueError, match="Queue, which would lose a part of what it draws"):
         mix.draw(states, jax.random.key(0), proportions=jnp.array([0.5, 0.5]))
 
 

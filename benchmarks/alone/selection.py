@@ -1,0 +1,170 @@
+"""What chooses items of 100,000 by groups, staleness, returns or numbers of draws.
+
+    python -m benchmarks.alone.selection [--rounds 15]
+
+Each program of jrb is timed beside its bare computation in JAX, without a buffer, and beside the
+counterpart of TorchRL 0.14, if torchrl is installed; all take turns in one process. A batch has 256
+items of 16 floats, groups have 8 items, and episodes 100.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jrb
+
+from ..timing import Program, in_turn, ratio
+
+N, B, K, LENGTH = 100_000, 256, 8, 100
+RNG = np.random.default_rng(0)
+ITEMS = {
+    "prompt": np.arange(N, dtype=np.int32) // K,
+    "version": np.arange(N, dtype=np.int32) // 10_000,
+    "x": RNG.normal(size=(N, 16)).astype(np.float32),
+    "next": {
+        "reward": RNG.normal(size=N).astype(np.float32),
+        "done": np.arange(N) % LENGTH == LENGTH - 1,
+    },
+}
+
+
+def fresh(leaves: dict[str, jax.Array], age: jax.Array, version: jax.Array) -> jax.Array:
+    """Returns weights that decay with staleness, 0 beyond 5 versions."""
+    staleness = version - leaves["version"]
+    return jnp.where(staleness <= 5, 1 / (staleness.astype(jnp.float32) + 1), 0.0)
+
+
+def timed(call: Callable[[], Any], steps: int = 1) -> Program:
+    """Returns a program that waits for its results."""
+    program = Program(lambda: jax.block_until_ready(call()), steps)
+    program.warm()
+    return program
+
+
+def of_jrb() -> dict[str, Program]:
+    """Returns the programs of jrb."""
+    key, samplers = (
+        jax.random.key(0),
+        {
+            "groups": jrb.Grouped("prompt", N // K, K),
+            "staleness": jrb.Weighted(fresh, leaves=("version",)),
+        },
+    )
+    programs = {}
+    for name, sampler in samplers.items():
+        buffer, state = jrb.from_items(ITEMS, sampler=sampler, batch_size=B)
+        context = {} if sampler.reads is None else {"context": jnp.int32(9)}
+        sample = jax.jit(buffer.sample)
+        programs[name] = timed(lambda s=sample, st=state, c=context: s(st, key, **c))
+    once = jrb.Uniform(replacement=False, max_draws=1)
+    buffer, full = jrb.from_items(ITEMS, sampler=once, batch_size=B)
+    draw = jax.jit(buffer.draw, donate_argnames="state")
+
+    def consume() -> Any:
+        state = jax.tree.map(jnp.copy, full)
+        for _ in range(20):
+            state, sample = draw(state, key)
+        return sample
+
+    programs["consumption"] = timed(consume, 20)
+    buffer, state = jrb.from_items(ITEMS)
+    query = lambda: jrb.episodes(buffer, state).where(min_return=5.0, min_length=50).slots
+    programs["returns"] = timed(query)
+    return programs
+
+
+def of_jax() -> dict[str, Program]:
+    """Returns the bare computations: what has to be drawn and read, without any buffer."""
+    items, key = jax.device_put(ITEMS), jax.random.key(0)
+    members = jnp.arange(N, dtype=jnp.int32).reshape(-1, K)
+
+    @jax.jit
+    def groups(items: Any, key: jax.Array) -> Any:
+        group = jax.random.randint(key, (B // K,), 0, N // K)
+        return jax.tree.map(lambda leaf: leaf[members[group].reshape(-1)], items)
+
+    @jax.jit
+    def staleness(items: Any, key: jax.Array) -> Any:
+        total = jnp.cumsum(fresh(items, jnp.zeros(N), jnp.int32(9)))
+        at = jnp.searchsorted(total, jax.random.uniform(key, (B,)) * total[-1])
+        return jax.tree.map(lambda leaf: leaf[at], items)
+
+    order = jax.random.permutation(key, N)
+
+    @jax.jit
+    def consume(items: Any, first: jax.Array) -> Any:
+        at = jax.lax.dynamic_slice_in_dim(order, first, B)
+        return jax.tree.map(lambda leaf: leaf[at], items)
+
+    def returns() -> Any:
+        sums = np.add.reduceat(ITEMS["next"]["reward"], np.arange(0, N, LENGTH))
+        good = np.flatnonzero(sums >= 5.0)
+        return (good[:, None] * LENGTH + np.arange(LENGTH)).reshape(-1)
+
+    return {
+        "groups": timed(lambda: groups(items, key)),
+        "staleness": timed(lambda: staleness(items, key)),
+        "consumption": timed(lambda: consume(items, jnp.int32(B))),
+        "returns": timed(returns),
+    }
+
+
+def of_torchrl() -> dict[str, Program]:
+    """Returns the programs of TorchRL; none if it is not installed."""
+    try:
+        import torch
+        from tensordict import TensorDict
+        from torchrl.data import LazyTensorStorage, ReplayBuffer, traj
+        from torchrl.data.replay_buffers import samplers
+    except ImportError:
+        return {}
+    # Its threads would wait actively between calls, and take time from the other programs.
+    torch.set_num_threads(1)
+    flat = {name: torch.from_numpy(ITEMS[name]) for name in ("prompt", "version", "x")}
+    flat["done"] = torch.from_numpy(ITEMS["next"]["done"])[:, None]
+    rows = TensorDict(flat, batch_size=[N])
+    after = {name: torch.from_numpy(leaf)[:, None] for name, leaf in ITEMS["next"].items()}
+    rows["next"] = TensorDict(after, batch_size=[N])
+
+    def filled(sampler: Any = None) -> Any:
+        storage = LazyTensorStorage(N)
+        buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=B)
+        buffer.extend(rows)
+        return buffer
+
+    groups = filled(samplers.PromptGroupSampler(num_groups=B // K, group_key="prompt"))
+    stale = samplers.StalenessAwareSampler(max_staleness=5, version_key="version")
+    stale.consumer_version = 9
+    staleness = filled(stale)
+    once = filled(samplers.ConsumingSampler(1))
+    returns = filled()
+    good = (traj[("next", "reward")].sum() >= 5.0) & (traj.length >= 50)
+    return {
+        "groups": timed(groups.sample),
+        "staleness": timed(staleness.sample),
+        "consumption": timed(once.sample),
+        "returns": timed(lambda: returns.query(good)),
+    }
+
+
+def main() -> None:
+    """Prints the times, and the ratios to the bare computations and to TorchRL."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    ours, bare, theirs = of_jrb(), of_jax(), of_torchrl()
+    for name, program in ours.items():
+        others = [each[name] for each in (bare, theirs) if each]
+        in_turn([program, *others], rounds)
+        times = [f"{np.median(one.times) * 1e6:10.0f} us" for one in (program, *others)]
+        ratios = [f"{ratio(program, other):8.3f}" for other in others]
+        line = f"{name:12} jrb, bare, TorchRL: {' '.join(times)}; ratios: {' '.join(ratios)}"
+        print(line)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
