@@ -30,6 +30,7 @@ pytestmark = [
 
 EXAMPLE = {
     "observation": jnp.zeros(4),
+    "key": jnp.int32(0),
     "next": {
         "observation": jnp.zeros(4),
         "reward": jnp.float32(0),
@@ -43,6 +44,7 @@ SAMPLERS = {
     "queue": jrb.Queue(),
     "prioritized": jrb.Prioritized(),
     "buffer": jrb.Prioritized(normalize="buffer", stratified=False),
+    "grouped": jrb.Grouped("key", 64, 2),
     "limited": jrb.Uniform(replacement=False, max_draws=2),
     "used once": jrb.Prioritized(max_draws=1),
 }
@@ -59,6 +61,7 @@ UNITS = {
     "windows": jrb.Sequence(4),
     "padded": jrb.Sequence(4, burn_in=2, partial="pad"),
     "episodes": jrb.Sequence(3, sample_by="episodes"),
+    "packed": jrb.Packed(6, 2),
     "stacks": jrb.FrameStack(3),
     "hindsight": HINDSIGHT,
 }
@@ -84,6 +87,9 @@ CASES = [  # every unit class runs in every mode, and so does every sampler clas
     ("stacks", "epochs", {}, "evp"),
     ("stacks", "prioritized", ONCE, "us"),
     ("hindsight", "prioritized", {}, "suevp"),
+    ("transition", "grouped", {}, "sup"),
+    ("packed", "prioritized", {}, "sev"),
+    ("packed", "epochs", {}, "up"),
     ("transition", "limited", {"writer": jrb.BlockWhenFull()}, "svp"),
     ("strict n-step", "used once", {}, "ue"),
 ]

@@ -95,15 +95,17 @@ class Episodes:
         return found
 
 
-def check(batch, episodes, limit):
+def check(batch, episodes, limit, is_limited=False):
     """Asserts that each row has whole episodes, one after another, as `info` says."""
     info, token, mask = batch.info, batch.data["token"], batch.mask
     starts = []
     for row in range(len(token)):
-        count, place = int(info["segment"][row].max(initial=0)), 0
-        real = batch.weights[row] > 0
-        assert real.tolist() == [at < count for at in range(len(real))]
-        for number in range(1, count + 1):
+        real, place = batch.weights[row] > 0, 0
+        numbers = (np.flatnonzero(real) + 1).tolist()
+        assert sorted({*info["segment"][row].tolist()} - {0}) == numbers
+        # Without a limit of draws, no place is left out.
+        assert is_limited or numbers == list(range(1, len(numbers) + 1))
+        for number in numbers:
             steps = np.flatnonzero(info["segment"][row] == number)
             tokens = token[row, steps].tolist()
             starts.append(tokens[0])
@@ -177,7 +179,7 @@ def test_rows_hold_whole_episodes(sampler, writer, storage, envs):
         if not buffer.can_sample(state):
             continue
         batch = jax.device_get(methods.sample(state, jax.random.key(number)))
-        starts = check(batch, episodes, limit)
+        starts = check(batch, episodes, limit, sampler.max_draws is not None)
         assert starts
         state, drawn = methods.draw(state, jax.random.key(number))
         np.testing.assert_array_equal(drawn.indices, batch.indices)
