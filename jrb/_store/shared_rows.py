@@ -96,15 +96,15 @@ class ArrayWrite:
         slots: integers `[B]`, distinct.
         rows: uint8 `[B, width]`.
         pieces: the runs of consecutive slots.
-        keep: True if an undo needs the rows before, however many they are; False if it does not;
-            None if it does unless they are too many, or no state has rows at the write's slots.
+        keep: True if an undo needs the rows before, however many there are, and though no state
+            has rows at the slots of the write.
     """
 
     array: BlockArray
     slots: np.ndarray
     rows: np.ndarray
     pieces: list[tuple[int, int]]
-    keep: bool | None = None
+    keep: bool = False
 
 
 @dataclasses.dataclass
@@ -270,7 +270,7 @@ class SharedRows:
             self._last = last  # from here on, a write that is cut off is taken back
             try:
                 self._num_changes += 1  # odd from here on
-                self._count_write(slots, pieces)
+                self._numbers.add(slots, pieces)
                 for write in writes:
                     write.finish()
                 self._num_changes += 1
@@ -288,21 +288,16 @@ class SharedRows:
         pairs = zip(self._arrays, rows, strict=True)
         return [ArrayWrite(array, slots, part, pieces) for array, part in pairs]
 
-    def _count_write(self, slots: np.ndarray, pieces: list[tuple[int, int]]) -> None:
-        """Counts a write, of which the arrays get the rows next."""
-        self._numbers.add(slots, pieces)
-
     def _overwritten(self, version: int, slots: np.ndarray, plan: list[ArrayWrite]) -> LastWrite:
         """Returns the facts by which the next write can be undone."""
         num_bytes = sum(len(it.slots) * it.array.spec.width for it in plan)
         is_new = slots.item(slots.argmin()) >= self._first_unwritten
-        is_small = num_bytes <= _MOST_KEPT
+        is_kept = is_new or num_bytes <= _MOST_KEPT
         before = [
             (it.array, it.slots, it.array.read_rows(it.slots))
             for it in plan
-            if it.keep or (it.keep is None and is_small and not is_new)
+            if it.keep or (is_kept and not is_new)
         ]
-        is_kept = is_new or is_small or all(it.keep is not None for it in plan)
         self._first_unwritten = max(self._first_unwritten, slots.item(slots.argmax()) + 1)
         forget = self._numbers.undo_of(slots)
         slots = slots[:0] if is_new else slots
