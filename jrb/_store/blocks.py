@@ -487,8 +487,8 @@ def checksum_of(data: np.ndarray) -> int:
 
 def find_runs(slots: np.ndarray) -> list[tuple[int, int]]:
     """Returns the runs of consecutive slots, as pairs of a start and a stop in the array."""
-    if len(slots) < 2:
-        return [(0, 1)] * len(slots)
+    if not len(slots):
+        return []
     breaks = (slots[1:] - slots[:-1] != 1).nonzero()[0] + 1
     return list(itertools.pairwise([0, *breaks.tolist(), len(slots)]))
 

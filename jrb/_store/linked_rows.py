@@ -88,23 +88,29 @@ class LinkedRows(SharedRows):
         self, slots: np.ndarray, rows: list[np.ndarray], pieces: list[tuple[int, int]]
     ) -> list[ArrayWrite]:
         """See `SharedRows`; rows of repeating arrays that are not linked get entries."""
+        # Of several rows for one slot, the last one is written.
+        num_rows = len(slots)
+        if len(pieces) > 1 and len(np.unique(slots)) < num_rows:
+            last = np.sort(num_rows - 1 - np.unique(slots[::-1], return_index=True)[1])
+            slots, rows = slots[last], [part[last] for part in rows]
+            pieces = find_runs(slots)
         at, repeating, is_linked = self._find_links(slots, rows)
         # Slots that are linked now leave their entries, and others take one if they have none.
         before = self._entries_at(at)
         needs = ~is_linked & (before == 0)
         after = np.where(is_linked, 0, before)
         released, count = before[is_linked].tolist(), int(np.count_nonzero(needs))
-        after[needs] = self._take_entries(released, count, len(slots))
+        after[needs] = self._take_entries(released, count, num_rows)
         # An undo needs the rows to which links led.
         plan = super()._plan(slots, rows, pieces)
         for it in plan:
-            it.keep = bool(needs[len(slots) :].any())
+            it.keep = bool(needs[: -len(slots)].any())
         # The rows of the write go to their entries, and of other slots those that were linked.
-        needs[: len(slots)] = ~is_linked[: len(slots)]
-        places = after[needs] - 1
+        is_stored = np.concatenate([needs[: -len(slots)], ~is_linked[-len(slots) :]])
+        places = after[is_stored] - 1
         runs = find_runs(places)
         for number, data in repeating.items():
-            plan[number] = ArrayWrite(self._arrays[number], places, data[needs], runs)
+            plan[number] = ArrayWrite(self._arrays[number], places, data[is_stored], runs)
         changed = (after != before).nonzero()[0]
         at, data = at[changed], after[changed, None].view(np.uint8)
         return [*plan, ArrayWrite(self._entries, at, data, find_runs(at), keep=True)]
@@ -114,20 +120,20 @@ class LinkedRows(SharedRows):
     ) -> tuple[np.ndarray, dict[int, np.ndarray], np.ndarray]:
         """Returns the slots whose links a write may change, and which are linked after it.
 
-        These are `slots`, and then the slots before them that are not among them. In between come
-        their rows of each repeating array, by its number.
+        These are the slots before `slots` that are not among them, and then `slots`. In between
+        come their rows of each repeating array, by its number.
         """
         order, preceding = slots.argsort(), self._shift(slots, -1)
         is_outside = _positions(slots, order, preceding) < 0
         outside = preceding[is_outside & (preceding < self._first_unwritten)]
-        at = np.concatenate([slots, outside])
+        at = np.concatenate([outside, slots])
         # Compare with the rows that follow in the write, or else with those that are there.
         following = self._shift(at, 1)
         positions = _positions(slots, order, following)
         stored = (positions < 0).nonzero()[0]
         repeating, is_linked = {}, np.ones(len(at), np.bool_)
         for number, twin in self._twins.items():
-            own = np.concatenate([rows[number], self._read_repeating(number, outside)])
+            own = np.concatenate([self._read_repeating(number, outside), rows[number]])
             other = rows[twin][positions]
             other[stored] = self._arrays[twin].read_rows(following[stored])
             repeating[number] = own

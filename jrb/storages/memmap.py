@@ -237,7 +237,8 @@ class MemmapStorage(StoreArrays):
         share_next_observations: if True, a next observation that equals, bit for bit, the
             observation of the same environment's next row takes no room of its own in the files:
             about half of them for frames. Reads return exactly what was written, and no row is
-            removed early, whatever the writer and the number of episodes. `prealloc` must be False.
+            removed early, whatever the writer and the number of episodes. `add` takes 1.2 to 1.5
+            times as long. `prealloc` must be False.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb

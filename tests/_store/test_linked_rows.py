@@ -91,6 +91,17 @@ def test_a_commit_has_all_rows(path, linked):
                 np.testing.assert_array_equal(data, old[written])
 
 
+def test_of_several_rows_for_a_slot_the_last_is_there(path):
+    states = LinkedStates(path, "random", 0)
+    for count in range(1, 60):
+        slots = states.rng.integers(0, shared.SLOTS, count)
+        values = states.rng.integers(1, 3, (len(WIDTHS), count, 1)).astype(np.uint8)
+        pairs = zip(values, WIDTHS.values(), strict=True)
+        rows = [np.repeat(part, width, 1) for part, width in pairs]
+        states.put(slots, rows)
+        states.check_all()
+
+
 def test_only_rows_that_are_not_repeated_take_room(path, linked):
     states = LinkedStates(path, "ring", 0)
     count = 40 * shared.SLOTS
