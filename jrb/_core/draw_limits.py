@@ -17,10 +17,8 @@ from jrb.types import Anchors, AnchorUpdate, PrioritizedSampler
 from jrb.types.messages import PartState, clear_run
 
 
-def drawable_anchors(buffer: Buffer, state: PartState, anchors: Anchors) -> Anchors:
+def drawable_anchors(state: PartState, anchors: Anchors) -> Anchors:
     """Returns the anchors that have draws left, in the order of their slots."""
-    if buffer.sampler.max_draws is None:
-        return anchors
     tree = state.drawable
     slots = lambda ranks: sum_tree.find(tree, ranks.astype(jnp.float32))
     return dataclasses.replace(

@@ -309,7 +309,9 @@ def choose(
 def drawable_anchors(buffer: Buffer, state: BufferState) -> Anchors:
     """Returns the anchors that may be drawn: with `max_draws`, those that have draws left."""
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
-    return draw_limits.drawable_anchors(buffer, state.sampler, anchors)
+    if buffer.sampler.max_draws is None:
+        return anchors
+    return draw_limits.drawable_anchors(state.sampler, anchors)
 
 
 def anchors_to_draw(buffer: Buffer, state: BufferState, user_context: Any) -> Anchors:

@@ -35,9 +35,12 @@ class Unit(abc.ABC):
 
     Attributes:
         one_row: True if a sample is the item at the anchor as it is stored.
+        anchors_per_entry: M, the most anchors that an entry of a batch stands for. If it is more
+            than 1, `arrange` assigns anchors to entries.
     """
 
     one_row: ClassVar[bool] = False
+    anchors_per_entry: ClassVar[int] = 1
 
     @property
     @abc.abstractmethod
@@ -75,14 +78,6 @@ class Unit(abc.ABC):
     @property
     def anchor_rows(self) -> int:
         """The rows of a long episode with which it has its first anchor; 1 by default."""
-        return 1
-
-    @property
-    def anchors_per_entry(self) -> int:
-        """M, the most anchors that an entry of a batch stands for; 1 by default.
-
-        If it is more, `arrange` assigns anchors to entries.
-        """
         return 1
 
     @property

@@ -1,6 +1,6 @@
 """The unit of rows that hold several whole episodes, for sequence models."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,9 @@ class Packed(WrappingUnit):
 
     length: int
     max_episodes: int
+    anchors_per_entry: ClassVar[int] = property(  # pyright: ignore[reportAssignmentType]
+        lambda self: self.max_episodes
+    )
 
     def __post_init__(self) -> None:
         checks.count("length", self.length)
@@ -84,11 +87,6 @@ class Packed(WrappingUnit):
     def row_steps(self) -> np.ndarray:
         """The steps of a row, from 0 to L - 1."""
         return np.arange(self.length, dtype=np.int32)
-
-    @property
-    def anchors_per_entry(self) -> int:
-        """M, the most episodes in a row."""
-        return self.max_episodes
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Raises unless the writer keeps the order of time, and the sampler can draw episodes."""
