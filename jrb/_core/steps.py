@@ -26,7 +26,7 @@ from jrb.types import (
     Draw,
     DrawCounts,
     HostState,
-    IncomingPriorities,
+    IncomingItems,
     Item,
     OrderedSampler,
     ShardedSampler,
@@ -134,7 +134,7 @@ def write(
             buffer.transforms, state.transforms, context, items, plan
         )
         state = state.replace(transforms=learned)
-    incoming = IncomingPriorities(
+    incoming = IncomingItems(
         slots=plan.slots.reshape(-1),
         row_mask=plan.written_by_clock,
         priorities=None if priorities is None else priorities.astype(jnp.float32).reshape(-1),

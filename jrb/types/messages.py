@@ -212,7 +212,7 @@ class Anchors:
 
 
 @dataclasses.dataclass(frozen=True)
-class IncomingPriorities:
+class IncomingItems:
     """The slots of one write, and what came with its items.
 
     Attributes:
@@ -264,7 +264,7 @@ class AnchorUpdate:
     expired: Occupancy | None = None
     most: int | None = None
     removed: jax.Array | None = None
-    incoming: IncomingPriorities | None = None
+    incoming: IncomingItems | None = None
 
     def departed_slots(self, ring: Ring) -> jax.Array:
         """Returns the slots whose anchors departed, int32 `[M]`; some may be in `entered` too.
