@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jrb._core.steps import num_anchors, origin_of
+from jrb._core.steps import choose, num_anchors, origin_of
 from jrb._core.validate import DonatedError, check_not_deleted, check_outside_jit
 from jrb._store.files import StaleError
 from jrb._store.threads import Worker
@@ -25,7 +25,7 @@ from jrb.mix import Mix
 from jrb.samplers import WithoutReplacement
 from jrb.sharding import Sharded
 from jrb.state import BufferState, Device, Sample
-from jrb.types.messages import PRNGKey
+from jrb.types.messages import DrawInputs, PRNGKey
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +67,8 @@ def epochs(
             padded, and `mask` is False for the padding: all batches have the same shape.
 
     Returns:
-        An iterable of batches of type `Sample`, with a `len`.
+        An iterable of batches of type `Sample`, with a `len`. With `jrb.Packed`, the call chooses
+        the episodes of all batches once, without reading them, to count the batches.
 
     Raises:
         TypeError: it is called inside `jit`, or the key is none.
@@ -99,14 +100,35 @@ def epochs(
     if state.edits.ndim:
         raise TypeError("epochs: expected a single state, got states under vmap. Take one of them.")
     # Count the batches: anchors are counted without reading items.
+    per_entry = buffer.unit.anchors_per_entry
     count = int(num_anchors(buffer, state.replace(storage=None)))
-    each = count // batch_size if drop_last else -(-count // batch_size)
+    each = count // (batch_size * per_entry) if drop_last else -(-count // batch_size)
     if not each:
         raise ValueError(
             f"epochs: expected enough for a batch of {batch_size}, got {count} anchors. Add items "
             f"first, or take smaller batches. {buffer.unit.anchor_requirement}".rstrip()
         )
-    return Epochs(buffer, state, key, batches=each * n_epochs, origin=origin)
+    batches = each * n_epochs
+    if per_entry > 1:
+        batches = _count_batches(buffer, state.replace(storage=None), key, n_epochs)
+    return Epochs(buffer, state, key, batches=batches, origin=origin)
+
+
+def _count_batches(buffer: ReplayBuffer, state: BufferState, key: jax.Array, n_epochs: int) -> int:
+    """Returns the number of batches if the unit decides how many anchors fit: draws them all."""
+    sampler: Any = buffer.sampler
+    size: Any = buffer.batch_size
+    needed = size * buffer.unit.anchors_per_entry if sampler.drop_last else 1
+    draw = jax.jit(lambda state, key: choose(buffer, state, key, size, DrawInputs())[0])
+    number = 0
+    for _ in range(n_epochs):
+        is_over = False
+        while not is_over:
+            # Batch n has the key of `_iter_draws`.
+            state = state.replace(sampler=draw(state, jax.random.fold_in(key, number)))
+            number, progress = number + 1, jax.device_get(state.sampler)
+            is_over = progress.position + needed > progress.length
+    return number
 
 
 def steps(

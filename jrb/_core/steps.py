@@ -302,8 +302,13 @@ def choose(
         drawn = jax.tree.map(lambda leaf: leaf[order], drawn)
     # The sampler takes back the anchors for which the unit has no room.
     context = context_of(buffer, state.writer)
-    drawn, left = unit.arrange(context, state.unit, drawn)
-    return sampler.put_back(after, left), drawn
+    mask = drawn.mask
+    drawn, kept = unit.arrange(context, state.unit, drawn)
+    if getattr(sampler, "normalize", None) == "batch":
+        # The largest weight may be that of an anchor that was left out.
+        largest = jnp.max(drawn.weights)
+        drawn = drawn.replace(weights=drawn.weights / jnp.where(largest > 0, largest, 1.0))
+    return sampler.put_back(after, mask, kept), drawn
 
 
 def drawable_anchors(buffer: Buffer, state: BufferState) -> Anchors:

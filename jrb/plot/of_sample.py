@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jrb._core.steps import has_item
 from jrb.plot import canvas, facts
 from jrb.plot.canvas import Axes, Row, Tone
 from jrb.state import Sample
@@ -43,13 +44,15 @@ def sample(batch: Sample, ax: Axes | None = None) -> Any:
             "buffer.sample returns, or the second of what buffer.draw does."
         )
     facts.check_concrete(batch, "plot.sample: batch")
-    if batch.indices.ndim != 1:
+    # Packed rows have several anchors each.
+    is_packed = batch.indices.ndim == batch.mask.ndim == 2 and "segment" in batch.info
+    if batch.indices.ndim != 1 and not is_packed:
         raise ValueError(
             f"plot.sample: batch: expected a single batch, of indices (B,), got "
             f"{batch.indices.shape}. Pick one with jax.tree.map(lambda x: x[0], batch)."
         )
     real = np.asarray(batch.mask)
-    drawn = np.asarray(real.reshape(len(real), -1).any(axis=1))
+    drawn = np.asarray(has_item(batch))
     if not drawn.any():
         more = f"all {canvas.count(len(real), 'entry', 'entries')} of the batch are masked"
         return canvas.draw_text("Nothing was drawn", more, ax, "plot.sample")
@@ -67,7 +70,8 @@ def sample(batch: Sample, ax: Axes | None = None) -> Any:
 def _plot_slots(batch: Sample, drawn: np.ndarray, axes: Axes, tone: Tone) -> None:
     """Plots the number of draws by slot, for each buffer of a mix."""
     slots = np.asarray(batch.indices)[drawn]
-    source = np.asarray(batch.info.get("source", np.zeros(len(drawn), np.int64)))[drawn]
+    source = np.asarray(batch.info.get("source", np.zeros(len(drawn), np.int64)))
+    source = np.broadcast_to(source.reshape(-1, *(1,) * (drawn.ndim - 1)), drawn.shape)[drawn]
     # Stack the bars of the buffers.
     most, buffers = int(slots.max()) + 1, np.unique(source)
     borders, base = facts.even_edges(most, 60).astype(np.float64), np.zeros(1)

@@ -48,9 +48,11 @@ class OnceInOrder(OrderedSampler):
     def __post_init__(self) -> None:
         checks.flag("count_draws", self.count_draws)
 
-    def put_back(self, state: PartState, number: jax.Array) -> Any:
+    def put_back(self, state: PartState, mask: jax.Array, kept: jax.Array) -> Any:
         """Returns the state in which the last anchors that were taken are the next again."""
-        return state.replace(count=state.count + number)
+        return state.replace(
+            count=state.count + jnp.maximum(jnp.sum(mask, dtype=jnp.int32) - kept, 0)
+        )
 
     def ready(self, state: PartState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if there is an anchor that was not drawn yet."""

@@ -17,7 +17,7 @@ class EpochState(DrawCounts):
     Attributes:
         seed: uint32 `[2]`, the seed of the permutation of this pass.
         length: int32 `[]`, the number of anchors at the start of the epoch; 0 to begin a new one.
-        position: int32 `[]`, the number of anchors that this pass has drawn.
+        position: int32 `[]`, the number of anchors that this pass has drawn, with padding.
         passes: int32 `[]`, the number of passes begun in this epoch.
         left: int32 `[]`, the number of anchors that departed in this epoch, modulo `_rank_period`.
     """
@@ -134,12 +134,13 @@ class WithoutReplacement(Sampler):
         # Anchors that departed are replaced by some that entered since.
         ranks = jnp.where(ranks < 0, ranks + period, ranks)
         mask = inside & (ranks < anchors.count)
-        epoch = epoch.replace(position=epoch.position + jnp.sum(inside, dtype=jnp.int32))
+        # The last draw goes beyond the end of the pass: `put_back` has to know where it began.
+        epoch = epoch.replace(position=epoch.position + batch_size)
         return epoch, anchors.uniform_draw(jnp.where(mask, ranks, 0), mask, key)
 
-    def put_back(self, state: EpochState, number: jax.Array) -> EpochState:
+    def put_back(self, state: EpochState, mask: jax.Array, kept: jax.Array) -> EpochState:
         """Returns the state in which the pass continues with the last anchors that it drew."""
-        return state.replace(position=state.position - number)
+        return state.replace(position=state.position - (mask.size - kept))
 
     def ready(self, state: EpochState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if there is an anchor; with `drop_last`, if there is a full batch."""

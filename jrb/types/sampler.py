@@ -115,11 +115,12 @@ class Sampler(abc.ABC):
         """Returns True if a draw would give at least one item, bool `[]`."""
         return anchors.count > 0
 
-    def put_back(self, state: PartState, number: jax.Array) -> Any:
-        """Returns the state after a draw as if its last `number` anchors had not been drawn.
+    def put_back(self, state: PartState, mask: jax.Array, kept: jax.Array) -> Any:
+        """Returns the state after a draw as if only its first `kept` anchors had been drawn.
 
-        `number` is int32 `[]`. A unit that packs several anchors into one entry may have no room
-        for all. By default raises MissingMethodError if the sampler consumes anchors.
+        `mask` is that of the draw, bool `[B]`, and `kept` is int32 `[]`. A unit that packs several
+        anchors into one entry may have no room for all. By default raises MissingMethodError if the
+        sampler consumes anchors.
         """
         # Draws of a limited number are counted later, and only those that remain.
         if self.consumes and self.max_draws is None:

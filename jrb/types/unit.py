@@ -143,8 +143,8 @@ class Unit(abc.ABC):
 
         Returns:
             The draw, arrays `[B M]`, of which M after another are for one entry, with a mask; and
-            how many anchors at the end of the drawn ones are left out, int32 `[]`. The sampler
-            takes these back.
+            how many of the first drawn anchors have room, int32 `[]`. The sampler takes the others
+            back.
         """
         self._lacks("arrange")
 

@@ -115,7 +115,7 @@ class Packed(WrappingUnit):
         return self.unit.is_episode_end(context, state.unit, slots)
 
     def arrange(self, context: Context, state: PackedState, drawn: Draw) -> tuple[Draw, jax.Array]:
-        """Puts the first drawn episodes that fit into rows; returns how many are left out."""
+        """Puts the first drawn episodes that fit into rows; returns how many do."""
         lengths = jnp.where(drawn.mask, self._lengths(context, state, drawn.slots), 0)
         number, entry = _fit_in_rows(lengths, self.max_episodes, self.length)
         # Entries without an episode are masked, and repeat some slot.
@@ -125,9 +125,7 @@ class Packed(WrappingUnit):
         arranged = jax.tree.map(lambda leaf: leaf[entry], drawn).replace(
             probabilities=some(drawn.probabilities), weights=some(drawn.weights), mask=is_in
         )
-        # Up to the last episode that was drawn; masked entries behind it were never taken.
-        place = jnp.arange(1, drawn.mask.size + 1, dtype=jnp.int32)
-        return arranged, jnp.maximum(jnp.max(jnp.where(drawn.mask, place, 0)) - number, 0)
+        return arranged, number
 
     def plan_read(
         self,

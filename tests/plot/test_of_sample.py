@@ -122,3 +122,18 @@ def test_weights_of_any_value(weight):
     state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(9)})
     batch = buffer.sample(state, KEY).replace(weights=jnp.full(4, weight))
     pictures.check(jrb.plot.sample(batch))
+
+
+def test_a_batch_of_packed_rows_can_be_read():
+    unit, sampler = jrb.Packed(6, 3), jrb.Prioritized(count_draws=True)
+    buffer = jrb.ReplayBuffer(80, 2, batch_size=20, unit=unit, sampler=sampler)
+    state = buffers.filled(buffer, 45)
+    batch = buffer.sample(state, KEY)
+    figure = jrb.plot.sample(batch)
+    pictures.check(figure)
+    drawn = np.asarray(batch.indices)[np.asarray(batch.weights) > 0]
+    title = pictures.titles(figure)[0]
+    assert title == f"{len(drawn)} draws of {len(np.unique(drawn))} slots"
+    assert sum(bar.get_height() for bar in figure.axes[0].patches) == len(drawn)
+    with pytest.raises(ValueError, match="a single batch"):
+        jrb.plot.sample(jax.vmap(lambda key: buffer.sample(state, key))(jax.random.split(KEY, 2)))

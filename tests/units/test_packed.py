@@ -1,5 +1,6 @@
 """Rows packed with whole episodes, compared with plain Python."""
 
+import dataclasses
 import functools
 
 import jax
@@ -476,3 +477,68 @@ def test_wrong_arguments_are_refused():
     buffer, state = jrb.from_items(of_lengths([4, 4, 4]), unit=jrb.Packed(8, 2), sampler=mixture)
     with pytest.raises(TypeError, match="put_back"):
         buffer.sample(state, KEY, 2)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        jrb.Prioritized(beta=1.0),
+        dataclasses.replace(LONGEST, beta=1.0),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_the_largest_weight_of_a_batch_is_one(sampler):
+    lengths = np.random.default_rng(0).integers(3, 9, 40)
+    buffer, state = jrb.from_items(
+        of_lengths(lengths), unit=jrb.Packed(16, 8), sampler=sampler, batch_size=4
+    )
+    if sampler.prioritized:
+        priorities = jnp.arange(1.0, 41.0)
+        state = buffer.update_priority(state, jnp.cumsum(lengths) - lengths, priorities)
+    batches = jax.vmap(lambda key: buffer.sample(state, key))(jax.random.split(KEY, 50))
+    np.testing.assert_allclose(batches.weights.max(axis=(1, 2)), 1, rtol=1e-6)
+    ratio = np.asarray(batches.weights * batches.probabilities)
+    for row in ratio:
+        np.testing.assert_allclose(row[row > 0], row.max(), rtol=1e-4)
+
+
+def test_an_epoch_with_departed_episodes_has_all_others():
+    lengths = [3, 2, 4, 1, 5, 2, 3, 4, 2, 4, 3, 1, 2, 4]
+    rows, starts = of_lengths(lengths), np.cumsum(lengths) - lengths
+    sampler = jrb.WithoutReplacement()
+    buffer, full = jrb.from_items(rows, unit=jrb.Packed(6, 4), sampler=sampler, batch_size=2)
+    # A running episode overwrites the first ones, and none enters.
+    long = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:18]), rows)
+    extend, draw = jax.jit(buffer.extend), jax.jit(buffer.draw)
+    for seed in range(30):
+        state, batch = draw(full, jax.random.key(seed))
+        state, order = extend(state, long), state.sampler.seed
+        seen = batch.indices[batch.weights > 0].tolist()
+        while True:
+            state, batch = draw(state, jax.random.key(1000))
+            if (state.sampler.seed != order).any():
+                break
+            seen += batch.indices[batch.weights > 0].tolist()
+        assert len(seen) == len(set(seen))
+        assert set(seen) >= set(starts[starts >= 18].tolist())
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_epochs_have_every_episode_once(drop_last):
+    lengths = np.random.default_rng(2).integers(1, 6, 40)
+    buffer, state = jrb.from_items(of_lengths(lengths), unit=jrb.Packed(6, 3), batch_size=2)
+    batches = jrb.epochs(buffer, state, KEY, n_epochs=2, drop_last=drop_last)
+    seen = list(batches)
+    assert len(batches) == len(seen)
+    numbers = np.concatenate([batch.indices[batch.weights > 0] for batch in seen])
+    starts = np.cumsum(lengths) - lengths
+    if drop_last:
+        # As many are left out as might not have filled a batch.
+        assert 2 * (40 - 5) <= len(numbers) < 80
+        assert np.unique(numbers, return_counts=True)[1].max() == 2
+        with pytest.raises(ValueError, match="expected enough for a batch of 14"):
+            jrb.epochs(buffer, state, KEY, 7 * 2, drop_last=True)
+        return
+    for part in (numbers[:40], numbers[40:]):
+        np.testing.assert_array_equal(np.sort(part), starts)
+    assert len(list(jrb.steps(buffer, state, KEY, n_epochs=2))) == len(seen)
