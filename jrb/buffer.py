@@ -462,9 +462,10 @@ class ReplayBuffer:
         shapes, mask, num_axes = [], True, 1
         if isinstance(which, Sample):
             check_origin("update_priority", which, self._origin)
-            mask, num_axes = which.mask, 1 if self.unit.anchors_per_entry == 1 else 2
+            is_single = self.unit.anchors_per_entry == 1
+            mask, num_axes = (which.mask, 1) if is_single else (which.weights, 2)
             # One priority for each anchor, or those of the rows, which the unit reduces.
-            shapes = [which.indices.shape, *self.unit.priority_shapes(mask.shape)]
+            shapes = [which.indices.shape, *self.unit.priority_shapes(which.mask.shape)]
         else:
             which = checks.indices("update_priority", which)
             shapes = [which.shape]

@@ -101,3 +101,18 @@ def test_the_switch_is_put_back():
     finally:
         jrb.debug(False)
     assert told(twice) == []
+
+
+def test_priorities_of_rows_without_a_burn_in_are_checked():
+    rows = {"x": jnp.arange(20), "next": {"done": jnp.zeros(20, bool)}}
+    parts = {"unit": jrb.Sequence(4, burn_in=2), "sampler": jrb.Prioritized(), "batch_size": 3}
+    buffer, state = jrb.from_items(rows, **parts)
+    batch = buffer.sample(state, jax.random.key(0))
+    priorities = jnp.ones((3, 4)).at[0, 0].set(jnp.nan)
+
+    def update():
+        jax.block_until_ready(jax.jit(buffer.update_priority)(state, batch, priorities))
+        jax.effects_barrier()
+
+    with jrb.debug(), pytest.warns(jrb.DebugWarning, match="1 priorities are"):
+        update()

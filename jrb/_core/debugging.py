@@ -103,7 +103,9 @@ def _observe(method: str, buffer: Buffer, state: BufferState, arguments: dict, r
         if isinstance(which, Sample):
             # Priorities of masked entries, or masked steps, are not used and may be anything.
             drawn = steps.has_item(which)
-            good = good | ~(which.mask if which.mask.shape == good.shape else drawn)
+            is_of_anchors = good.shape == which.indices.shape
+            # Priorities of rows may be without those of a burn-in.
+            good = good | ~(drawn if is_of_anchors else which.mask[:, -good.shape[-1] :])
             now = buffer.writer.generation_of(buffer.ring, state.writer, which.indices)
             stale = jnp.sum(drawn & (now != which.stamp), dtype=jnp.int32)
             _call_on_host(functools.partial(_warn_if_any, _STALE), stale)

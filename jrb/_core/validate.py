@@ -525,7 +525,9 @@ def warn_of_refused(
     if "priorities" in _warned_of(buffer) or not _is_on_cpu(mask):
         return
     mask = np.asarray(mask)
-    wrong = ~((values >= 0) & (values < np.inf)) & (mask if mask.shape == values.shape else True)
+    # Of several anchors in an entry, weights stand for the mask.
+    is_used = mask > 0 if mask.shape == values.shape else True
+    wrong = ~((values >= 0) & (values < np.inf)) & is_used
     if wrong.any():
         _warned_of(buffer).add("priorities")
         warnings.warn(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -542,3 +543,18 @@ def test_epochs_have_every_episode_once(drop_last):
     for part in (numbers[:40], numbers[40:]):
         np.testing.assert_array_equal(np.sort(part), starts)
     assert len(list(jrb.steps(buffer, state, KEY, n_epochs=2))) == len(seen)
+
+
+@pytest.mark.parametrize("per_row", [3, 6])
+def test_priorities_of_missing_episodes_may_be_anything(per_row):
+    parts = {"unit": jrb.Packed(6, per_row), "sampler": jrb.Prioritized(), "batch_size": 2}
+    buffer, state = jrb.from_items(of_lengths([3, 2, 4, 1, 5, 2, 3, 4]), **parts)
+    batch = buffer.sample(state, KEY)
+    priorities = jnp.where(batch.weights > 0, 1.0, jnp.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer.update_priority(state, batch, priorities)
+        with jrb.debug():
+            buffer.update_priority(state, batch, priorities)
+    with pytest.warns(jrb.PriorityWarning, match="1 priorities are"):
+        buffer.update_priority(state, batch, priorities.at[0, 0].set(jnp.nan))
