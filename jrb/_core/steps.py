@@ -300,6 +300,9 @@ def choose(
         bits = random_bits.bits(random_bits.fold(key, _ORDER), drawn.mask.shape)
         order = jnp.argsort(bits)
         drawn = jax.tree.map(lambda leaf: leaf[order], drawn)
+    if sampler.max_draws is not None:
+        # Entries of items that have no draws left take no room.
+        drawn = _mask_used_up(buffer, after, drawn)[0]
     # The sampler takes back the anchors for which the unit has no room.
     context = context_of(buffer, state.writer)
     mask = drawn.mask
@@ -382,19 +385,32 @@ def count_draw(buffer: Buffer, sampler: PartState, draw: Draw) -> tuple[Any, Dra
     """Counts a draw if the sampler counts; `Draw.draws` is then set to the counts before it."""
     if not isinstance(sampler, DrawCounts) or sampler.draws is None:
         return sampler, draw
-    # Masked entries have slots without a meaning: read some slot in range.
-    slots = jnp.where(draw.mask, draw.slots, 0)
-    before = jnp.where(draw.mask, gather.read(sampler.draws, slots), 0)
-    most = buffer.sampler.max_draws
-    if most is not None:
-        # Mask entries of items that have no draws left after the entries before them.
-        real = jnp.where(draw.mask, draw.slots, buffer.capacity)
-        uses = before + 1 + buffer.ring.times_before(real)
-        is_last = draw.mask & (uses == most)
-        _, draw = mask_unless(draw.mask & (uses <= most), sampler, sampler, draw)
-        before = jnp.where(draw.mask, before, 0)
+    if buffer.sampler.max_draws is None:
+        before = _counts_of(sampler, draw)
+    else:
+        draw, before, is_last = _mask_used_up(buffer, sampler, draw)
         sampler = draw_limits.exclude(buffer, sampler, draw.slots, is_last)
     return count_draws(sampler, draw.slots, draw.mask, before), draw.replace(draws=before)
+
+
+def _counts_of(sampler: Any, draw: Draw) -> jax.Array:
+    """Returns how often each anchor of a draw was drawn before, int32 `[B]`."""
+    # Masked entries have slots without a meaning: read some slot in range.
+    slots = jnp.where(draw.mask, draw.slots, 0)
+    return jnp.where(draw.mask, gather.read(sampler.draws, slots), 0)
+
+
+def _mask_used_up(buffer: Buffer, sampler: Any, draw: Draw) -> tuple[Draw, jax.Array, jax.Array]:
+    """Masks entries of items that have no draws left after the entries before them.
+
+    Returns the draw, the counts before it, and True for entries that take the last draw.
+    """
+    most, before = buffer.sampler.max_draws, _counts_of(sampler, draw)
+    real = jnp.where(draw.mask, draw.slots, buffer.capacity)
+    uses = before + 1 + buffer.ring.times_before(real)
+    is_last = draw.mask & (uses == most)
+    _, draw = mask_unless(draw.mask & (uses <= most), sampler, sampler, draw)
+    return draw, jnp.where(draw.mask, before, 0), is_last
 
 
 def count_draws(sampler: PartState, slots: jax.Array, mask: jax.Array, before: jax.Array) -> Any:
