@@ -405,7 +405,8 @@ def _mask_used_up(buffer: Buffer, sampler: Any, draw: Draw) -> tuple[Draw, jax.A
 
     Returns the draw, the counts before it, and True for entries that take the last draw.
     """
-    most, before = buffer.sampler.max_draws, _counts_of(sampler, draw)
+    most: Any = buffer.sampler.max_draws
+    before = _counts_of(sampler, draw)
     real = jnp.where(draw.mask, draw.slots, buffer.capacity)
     uses = before + 1 + buffer.ring.times_before(real)
     is_last = draw.mask & (uses == most)
