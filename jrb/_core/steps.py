@@ -29,6 +29,7 @@ from jrb.types import (
     IncomingItems,
     Item,
     OrderedSampler,
+    PrioritizedSampler,
     ShardedSampler,
     ShardStats,
     SlotsForLeaf,
@@ -307,7 +308,8 @@ def choose(
     context = context_of(buffer, state.writer)
     mask = drawn.mask
     drawn, kept = unit.arrange(context, state.unit, drawn)
-    if getattr(sampler, "normalize", None) == "batch":
+    has_weights = isinstance(sampler, ShardedSampler | PrioritizedSampler)
+    if has_weights and sampler.normalize == "batch":
         # The largest weight may be that of an anchor that was left out.
         largest = jnp.max(drawn.weights)
         drawn = drawn.replace(weights=drawn.weights / jnp.where(largest > 0, largest, 1.0))

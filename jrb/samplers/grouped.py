@@ -117,7 +117,7 @@ class Grouped(ShardedSampler):
 
     def __post_init__(self) -> None:
         checks.path("key", self.key)
-        checks.count("num_groups", self.num_groups)
+        checks.count("num_groups", self.num_groups, 2**31 - 1)
         checks.count("per_group", self.per_group)
         checks.choice("partial", self.partial, ("pad", "drop"))
         checks.flag("count_draws", self.count_draws)

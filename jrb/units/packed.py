@@ -49,7 +49,8 @@ class Packed(WrappingUnit):
     - `is_first`, `is_last`, bool `[B, L]`, as in `Sequence`; and `slots`, int32 `[B, L]`.
 
     `Sample.indices`, `probabilities`, `weights`, and priorities for `update_priority`, are
-    `[B, M]`: entry m is for segment m + 1, of weight and probability 0 if the row has none.
+    `[B, M]`, or `[B]` if M is 1: entry m is for segment m + 1, of weight and probability 0 if the
+    row has none.
 
     Attributes:
         length: L, the number of steps of a row.
@@ -117,10 +118,11 @@ class Packed(WrappingUnit):
     def arrange(self, context: Context, state: PackedState, drawn: Draw) -> tuple[Draw, jax.Array]:
         """Puts the first drawn episodes that fit into rows; returns how many do."""
         lengths = jnp.where(drawn.mask, self._lengths(context, state, drawn.slots), 0)
-        number, entry = _fit_in_rows(lengths, self.max_episodes, self.length)
+        number, places = _fit_in_rows(lengths, self.max_episodes, self.length)
+        entry = places.reshape(-1)
         # Entries without an episode are masked, and repeat some slot.
-        entry = entry.reshape(-1)
-        is_in = drawn.mask[entry] & (entry < number)
+        is_filled, entry = entry < number, jnp.minimum(entry, lengths.size - 1)
+        is_in = is_filled & drawn.mask[entry]
         some = lambda leaf: jnp.where(is_in, leaf[entry], jnp.zeros((), leaf.dtype))
         arranged = jax.tree.map(lambda leaf: leaf[entry], drawn).replace(
             probabilities=some(drawn.probabilities), weights=some(drawn.weights), mask=is_in
@@ -187,21 +189,26 @@ def _fit_in_rows(lengths: jax.Array, per_row: int, limit: int) -> tuple[jax.Arra
         The number of episodes that fit, int32 `[]`; and the index of the episode at each place of
         each row, int32 `[B, M]`, which is at least that number at places without one.
     """
-    num_rows = lengths.size // per_row
-    index = jnp.arange(lengths.size, dtype=jnp.int32)
+    size, num_rows = lengths.size, lengths.size // per_row
+    # All episodes, the longest first, sorted once.
+    order = jnp.argsort(-lengths, stable=True).astype(jnp.int32)
+    padded, zero = jnp.append(lengths, 0), dependencies.zero_depending_on(lengths)
 
     def fill(number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # In M rounds, each row gets one episode: the longest that is left goes to the emptiest row.
-        remaining = jnp.where(index < number, lengths, 0)
-        order = jnp.argsort(-remaining, stable=True).astype(jnp.int32).reshape(per_row, num_rows)
+        # The first `number` of the drawn ones, the longest first; `size` behind them.
+        is_taken = order < number
+        place = jnp.where(is_taken, jnp.cumsum(is_taken, dtype=jnp.int32) - 1, size)
+        taken = jnp.full_like(order, size).at[place].set(order, mode="drop")
+        taken = taken.reshape(per_row, num_rows)
 
-        def fill_round(filled: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
-            rows = jnp.argsort(filled, stable=True).astype(jnp.int32)
-            return filled.at[rows].add(remaining[chosen]), rows
+        # In M rounds, each row gets one episode: the longest that remains goes to the emptiest row.
+        def fill_round(state: tuple[jax.Array, jax.Array], chosen: jax.Array) -> Any:
+            filled, rows = lax.sort(state, num_keys=2)
+            return (filled + padded[chosen], rows), rows
 
-        empty = jnp.zeros(num_rows, jnp.int32) + dependencies.zero_depending_on(lengths)
-        filled, rows = lax.scan(fill_round, empty, order)
-        return filled, rows, order
+        rows = jnp.arange(num_rows, dtype=jnp.int32)
+        (filled, _), rows = lax.scan(fill_round, (jnp.zeros_like(rows) + zero, rows), taken)
+        return filled, rows, taken
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -210,9 +217,8 @@ def _fit_in_rows(lengths: jax.Array, per_row: int, limit: int) -> tuple[jax.Arra
         return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
 
     # One episode in each row fits always; search between that and all of them.
-    zero = dependencies.zero_depending_on(lengths)
-    bounds = zero + num_rows, zero + lengths.size
-    number, _ = dependencies.loop(lengths.size.bit_length(), halve, bounds)
-    _, rows, order = fill(number)
+    bounds = zero + num_rows, zero + size
+    number, _ = dependencies.loop(size.bit_length(), halve, bounds)
+    _, rows, taken = fill(number)
     place = np.arange(per_row)[:, None]
-    return number, jnp.zeros((num_rows, per_row), jnp.int32).at[rows, place].set(order)
+    return number, jnp.zeros((num_rows, per_row), jnp.int32).at[rows, place].set(taken)
