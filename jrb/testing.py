@@ -393,11 +393,12 @@ def check_edited(buffer: ReplayBuffer, example: Item) -> None:
         kept, new = buffer.take(state, some), rows(example, jnp.float32(7), len(some))
         # Nor may leaves be set that the sampler has read as items were written.
         kept_names = names | leaves_read(buffer, kept, buffer.sampler.reads_written).keys()
-        items = jax.tree_util.tree_map_with_path(
-            lambda path, old, leaf: old if pytree.leaf_name(path) in kept_names else leaf, kept, new
-        )
+        is_kept = lambda path: pytree.leaf_name(path) in kept_names
+        choose = lambda path, old, leaf: old if is_kept(path) else leaf
+        items = jax.tree_util.tree_map_with_path(choose, kept, new)
+        named = lambda path, leaf: None if is_kept(path) else leaf
         with contextlib.suppress(MissingMethodError):
-            after = buffer.set(state, some, items)
+            after = buffer.set(state, some, jax.tree_util.tree_map_with_path(named, items))
             _expect_close(buffer.take(after, some), items, "set changes what it names")
             unnamed = buffer.take(state, others)
             _expect_close(buffer.take(after, others), unnamed, "set changes what it names alone")
@@ -407,7 +408,7 @@ def check_edited(buffer: ReplayBuffer, example: Item) -> None:
     slots = buffer.in_order(state)[0][: 2 * buffer.ring.envs]
     is_flag = lambda path: pytree.leaf_name(path) in names
     items = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jnp.zeros_like(leaf) if is_flag(path) else leaf,
+        lambda path, leaf: jnp.zeros_like(leaf) if is_flag(path) else None,
         buffer.take(state, slots),
     )
     with contextlib.suppress(MissingMethodError):
@@ -431,8 +432,11 @@ def check_rebuilt(make: Make, example: Item) -> None:
 def check_sharded(buffer: ReplayBuffer, example: Item) -> None:
     """Checks that two shards draw as a single buffer with the same items does.
 
-    Skips buffers that cannot be cut in two, and samplers that are not below `ShardedSampler`.
+    Skips buffers that cannot be cut in two, samplers that are not below `ShardedSampler`, and those
+    that draw groups, as shards have groups of their own.
     """
+    if buffer.sampler.reads_written:
+        return
     envs, total = 2 * (buffer.num_envs or 1), buffer.capacity * 2
     size = 2 * (buffer.batch_size or 1)
     whole = dataclasses.replace(buffer, num_envs=envs, batch_size=size, capacity=total)

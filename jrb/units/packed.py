@@ -206,8 +206,8 @@ def _fit_in_rows(lengths: jax.Array, per_row: int, limit: int) -> tuple[jax.Arra
             filled, rows = lax.sort(state, num_keys=2)
             return (filled + padded[chosen], rows), rows
 
-        rows = jnp.arange(num_rows, dtype=jnp.int32)
-        (filled, _), rows = lax.scan(fill_round, (jnp.zeros_like(rows) + zero, rows), taken)
+        rows = jnp.arange(num_rows, dtype=jnp.int32) + zero
+        (filled, _), rows = lax.scan(fill_round, (jnp.zeros_like(rows), rows), taken)
         return filled, rows, taken
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

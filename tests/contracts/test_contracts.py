@@ -262,10 +262,11 @@ def _stats_of_counts(self, ring, state, anchors):
     return jrb.types.ShardStats.uniform(anchors)
 
 
-def _edit_all(self, context, state, slots, values):
-    """Sets every slot to the first value."""
-    every = {name: jnp.repeat(leaf[:1], 64, axis=0) for name, leaf in values.items()}
-    return BitStorage().edit(context, state, None, every)
+def _edit_another(self, context, state, slots, values):
+    """Sets the slots, and another one to the first value."""
+    state = BitStorage().edit(context, state, slots, values)
+    first = {name: leaf[:1] for name, leaf in values.items()}
+    return BitStorage().edit(context, state, jnp.array([1]), first)
 
 
 WRONG = {
@@ -307,7 +308,7 @@ WRONG = {
             "set changes what it names",
         ),
         (
-            {"storage": broken(BitStorage, edit=_edit_all)},
+            {"storage": broken(BitStorage, edit=_edit_another)},
             "set changes what it names alone",
         ),
     ],
