@@ -48,7 +48,7 @@ class ZarrStorage(HostStorage):
     path: str
     unbound: ClassVar[tuple[str, ...]] = ("path",)  # may change when a checkpoint is loaded
 
-    def make_rows(self, ring: Ring, spec: Any, is_chronological: bool) -> ZarrRows:
+    def make_rows(self, ring: Ring, spec: Any, keys: Any) -> ZarrRows:
         """Returns rows of zeros."""
         return ZarrRows(self.path, ring.capacity, spec)
 

@@ -204,7 +204,7 @@ class ViewRows(PlainRows):
 class ViewStorage(HostStorage):
     """A storage of a user, in `ViewRows`."""
 
-    def make_rows(self, ring: Any, spec: Any, is_chronological: bool) -> ViewRows:
+    def make_rows(self, ring: Any, spec: Any, keys: Any) -> ViewRows:
         return ViewRows(ring.capacity, spec)
 
 

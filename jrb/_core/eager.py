@@ -57,7 +57,7 @@ def init(buffer: Buffer, spec: Item, device: Device) -> Any:
     if not on_host(buffer):
         return state
     # The state has the outline of its rows, which are made here.
-    rows = buffer.storage.make_rows(buffer.ring, spec, **_row_options(buffer))
+    rows = buffer.storage.make_rows(buffer.ring, spec, buffer.keys)
     stored = state.storage.with_rows(rows, 0)
     return state.replace(storage=stored if device is None else jax.device_put(stored, device))
 
@@ -77,14 +77,8 @@ def nbytes(buffer: Buffer, spec: Item, where: str | None) -> int:
     """Returns the bytes that `init` allocates: on the "device", the "host", in "files", or all."""
     sizes = [{"device": pytree.nbytes(compiled_blank(buffer).eval_shape(SpecKey(spec)))}]
     if on_host(buffer):
-        sizes += [buffer.storage.nbytes(buffer.ring, spec, **_row_options(buffer))]
+        sizes += [buffer.storage.nbytes(buffer.ring, spec, buffer.keys)]
     return sum(size for each in sizes for kind, size in each.items() if where in (None, kind))
-
-
-def _row_options(buffer: Buffer) -> dict[str, Any]:
-    """Returns the arguments with which a storage on the host makes rows, or counts their bytes."""
-    options: dict[str, Any] = {"is_chronological": buffer.writer.is_chronological}
-    return options | {"keys": buffer.keys} if buffer.storage.takes_keys else options
 
 
 # Writes.

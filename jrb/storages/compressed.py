@@ -25,6 +25,7 @@ from jrb._store.blocks import BlockArray
 from jrb._store.files import DamagedError
 from jrb._store.threads import WORKERS, run_all
 from jrb._util import checks, pytree, wording
+from jrb.keys import Keys
 from jrb.ring import Ring
 from jrb.storages import host_rows
 from jrb.storages.host_rows import HostStorage, HostView, PlainRows, RowsSpec
@@ -166,11 +167,11 @@ class CompressedStorage(HostStorage):
         checks.count("CompressedStorage: level", self.level, 9)
         checks.count("CompressedStorage: min_bytes", self.min_bytes)
 
-    def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> CompressedRows:
+    def make_rows(self, ring: Ring, spec: Item, keys: Keys) -> CompressedRows:
         """Returns rows of zeros."""
         return CompressedRows(ring.capacity, spec, self.level, self.min_bytes)
 
-    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> dict[str, int]:
+    def nbytes(self, ring: Ring, spec: Item, keys: Keys) -> dict[str, int]:
         """Returns the most bytes that the rows may take, in memory of the host, and the version."""
         widths = map(pytree.nbytes, RowsSpec(ring.capacity, spec).raw)
         row = sum(width + _OVERHEAD * (width >= self.min_bytes) for width in widths)

@@ -25,6 +25,7 @@ from jrb._store.files import StaleError
 from jrb._util import casting, pytree
 from jrb._util.pytree import SpecKey
 from jrb._xla import callbacks, dependencies
+from jrb.keys import Keys
 from jrb.ring import Occupancy, Ring
 from jrb.state import Device
 from jrb.types import Context, HostState, Item, SlotsForLeaf, Storage, WritePlan
@@ -380,22 +381,20 @@ class HostStorage(Storage):
     Attributes:
         state_type: the class of the storage's states.
         assembles: True if items are made of what was fetched and of other arrays of the state.
-        takes_keys: True if `make_rows` and `nbytes` also take the keys of the buffer, as `keys=`.
     """
 
     is_on_host: ClassVar[bool] = True
     state_type: ClassVar[type] = HostView
     assembles: ClassVar[bool] = False
-    takes_keys: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> HostRows:
+    def make_rows(self, ring: Ring, spec: Item, keys: Keys) -> HostRows:
         """Returns rows full of zeros.
 
         Args:
             ring: the ring's shape.
             spec: the spec of one item.
-            is_chronological: True if rows will be written in the order of time.
+            keys: the keys of the buffer.
         """
 
     def elsewhere(self) -> Self:
@@ -416,7 +415,7 @@ class HostStorage(Storage):
         """Returns the spec of an item."""
         return state.rows.spec
 
-    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> dict[str, int]:
+    def nbytes(self, ring: Ring, spec: Item, keys: Keys) -> dict[str, int]:
         """Returns the bytes of the rows, in memory of the host, and of the version."""
         return {"host": ring.capacity * pytree.nbytes(spec), "device": pytree.nbytes(WORDS)}
 

@@ -17,7 +17,7 @@ from jrb._store.files import StaleError
 from jrb._store.linked_rows import LinkedRows
 from jrb._store.shared_rows import SharedRows
 from jrb._util import casting, checks, pytree
-from jrb.keys import TED, Keys
+from jrb.keys import Keys
 from jrb.ring import Ring
 from jrb.storages import host_rows
 from jrb.storages.device import shared_leaves
@@ -117,7 +117,6 @@ class StoreArrays(HostStorage):
     prealloc: bool
     share_next_observations: bool
     unbound: ClassVar[tuple[str, ...]] = ("path", "device_capacity", "prealloc")
-    takes_keys: ClassVar[bool] = True
 
     def check(self) -> None:
         """Checks these fields, and makes the path absolute, so that a later `chdir` is harmless."""
@@ -152,9 +151,7 @@ class StoreArrays(HostStorage):
         pairs = shared_leaves(spec, keys).items()
         return {numbers[name]: numbers[observation] for name, observation in pairs}
 
-    def make_rows(
-        self, ring: Ring, spec: Item, is_chronological: bool, keys: Keys = TED
-    ) -> StoreRows:
+    def make_rows(self, ring: Ring, spec: Item, keys: Keys) -> StoreRows:
         """Creates files full of zeros. Raises if the disk has no space for them."""
         twins = self.twins(spec, keys)
         sources = item_sources(spec, ring.capacity, self.share_next_observations)
@@ -190,9 +187,7 @@ class StoreArrays(HostStorage):
         blocks = [(it, rows_per_block(it.rows, it.width)) for it in sources.values()]
         return sum(-(-it.rows // block) * block * it.width for it, block in blocks)
 
-    def nbytes(
-        self, ring: Ring, spec: Item, is_chronological: bool, keys: Keys = TED
-    ) -> dict[str, int]:
+    def nbytes(self, ring: Ring, spec: Item, keys: Keys) -> dict[str, int]:
         """Returns the bytes of the rows of a full ring, in whole blocks, and of the version.
 
         Next observations that are shared count as if each were the observation of the next row.

@@ -9,6 +9,7 @@ import numpy as np
 
 from jrb._core import transforming
 from jrb._util import pytree
+from jrb.keys import Keys
 from jrb.ring import Ring
 from jrb.state import Device
 from jrb.storages.host_rows import HostStorage, HostView, PlainRows
@@ -107,7 +108,7 @@ class ListStorage(HostStorage):
     unbound: ClassVar[tuple[str, ...]] = ("collate",)
     state_type: ClassVar[type] = ObjectsView
 
-    def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> ObjectRows:
+    def make_rows(self, ring: Ring, spec: Item, keys: Keys) -> ObjectRows:
         """Returns rows without objects."""
         return ObjectRows(ring.capacity)
 

@@ -84,16 +84,14 @@ class SpillStorage(StoreArrays):
         """True: the newest rows are those that were written last."""
         return True
 
-    def make_rows(
-        self, ring: Ring, spec: Item, is_chronological: bool, keys: Keys = TED
-    ) -> StoreRows:
+    def make_rows(self, ring: Ring, spec: Item, keys: Keys) -> StoreRows:
         """Creates files full of zeros. Raises if the disk has no space for them."""
         if self.device_capacity % ring.envs:
             raise ValueError(
                 f"device_capacity: expected a multiple of num_envs = {ring.envs}, got "
                 f"{self.device_capacity}."
             )
-        return super().make_rows(ring, spec, is_chronological, keys)
+        return super().make_rows(ring, spec, keys)
 
     def cache_ring(self, ring: Ring) -> Ring:
         """Returns the shape of the ring of cached rows."""
