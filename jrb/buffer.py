@@ -861,21 +861,8 @@ class ReplayBuffer:
                 f"set: expected a writer whose stamps tell rows of windows apart, got "
                 f"{type(self.writer).__name__}. Set the anchors alone, or see jrb.types.Writer."
             )
-        row_steps: Any = self.unit.row_steps
-        # Rows of a window have the stamp of its anchor, or one lap more or less across the seam.
-        if sample.indices.ndim == 1:
-            slots, laps = self.ring.rows_near(sample.indices, row_steps[-lead[1] :])
-            stamp = sample.stamp[:, None]
-        else:
-            # Each row belongs to one of several anchors.
-            number = jnp.maximum(sample.info["segment"] - 1, 0)
-            first, stamp = (
-                jnp.take_along_axis(it, number, axis=1) for it in (sample.indices, sample.stamp)
-            )
-            slots = sample.info["slots"]
-            laps = (slots < first).astype(jnp.uint32)
-        fields = {"indices": slots, "stamp": stamp + laps}
-        fields["mask"] = sample.mask[:, -lead[1] :]
+        slots, stamp = self.unit.rows_of(self.ring, sample, lead[1])
+        fields = {"indices": slots, "stamp": stamp, "mask": sample.mask[:, -lead[1] :]}
         flat = {name: array.reshape(-1) for name, array in fields.items()}
         return sample.replace(**flat), lead
 

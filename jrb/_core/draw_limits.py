@@ -32,7 +32,7 @@ def drawable_anchors(state: PartState, anchors: Anchors) -> Anchors:
 def update_anchors(buffer: Buffer, state: PartState, change: AnchorUpdate) -> Any:
     """Returns the sampler's state after anchors departed and others entered."""
     ring, tree = buffer.ring, state.drawable
-    # A run of unknown length is removed by itself.
+    # A run of unknown length is removed separately.
     if change.expired is not None and change.most is None:
         clear_all = lambda tree, departs: sum_tree.set_all(
             tree, jnp.where(departs, 0.0, sum_tree.leaf_values(tree))

@@ -34,6 +34,7 @@ from jrb.types import (
     ShardStats,
     SlotsForLeaf,
     TransformContext,
+    WritePlan,
 )
 from jrb.types.messages import Anchors, DrawInputs, PartState, SlotFacts, put_rows
 from jrb.types.sampler import missing_method
@@ -103,24 +104,8 @@ def write(
     if buffer.num_envs is None:
         items = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 1), items)
     ring, context = buffer.ring, context_of(buffer, state.writer)
-    if buffer.writer.blocks_when_full:
-        # Rows that would overwrite an item that was not drawn yet are masked out.
-        length = jax.tree.leaves(items)[0].shape[0]
-        mask = jnp.ones(length, jnp.bool_) if mask is None else mask
-        mask = mask & (jnp.cumsum(mask, dtype=jnp.int32) <= room(buffer, state))
     # Every part gets this one plan, so that they cannot disagree about slots or order.
-    writer, plan = buffer.writer.plan(ring, state.writer, items, mask)
-    storage, plan = buffer.storage.write(context, state.storage, plan, items)
-    if not plan.bounded:
-        # The storage dropped more of the oldest rows than the writer had planned.
-        num_rows = context.held.rows(ring).reshape(plan.expired.shape)
-        extra = plan.expired - jnp.maximum(num_rows + plan.rows - ring.rows, 0)
-        writer = buffer.writer.evict_oldest(ring, writer, extra)
-    state = state.replace(storage=storage)
-    if isinstance(state.sampler, DrawCounts) and state.sampler.draws is not None:
-        # New items were drawn 0 times.
-        draws = put_rows(state.sampler.draws, plan, jnp.zeros(plan.slots.shape, jnp.int32))
-        state = state.replace(sampler=state.sampler.replace(draws=draws))
+    state, writer, plan = _put_items(buffer, context, state, items, mask)
     if state.numbers is not None:
         # Items carry the number of their episode: another number ends the one before.
         changes, ended, numbers = episode_changes(
@@ -152,6 +137,33 @@ def write(
     # anchors from after the write.
     state = state.replace(writer=writer, unit=unit)
     return _update_sampler(buffer, context_of(buffer, writer), state, change)
+
+
+def _put_items(
+    buffer: Buffer, context: Context, state: BufferState, items: Item, mask: jax.Array | None
+) -> tuple[BufferState, PartState, WritePlan]:
+    """Puts items into the storage; returns the state, the writer's next state, and the plan.
+
+    Arguments are those of `write`, with leaves `[T, E, ...]`; `context` is from before the write.
+    """
+    ring = buffer.ring
+    if buffer.writer.blocks_when_full:
+        # Rows that would overwrite an item that was not drawn yet are masked out.
+        length = jax.tree.leaves(items)[0].shape[0]
+        mask = jnp.ones(length, jnp.bool_) if mask is None else mask
+        mask = mask & (jnp.cumsum(mask, dtype=jnp.int32) <= room(buffer, state))
+    writer, plan = buffer.writer.plan(ring, state.writer, items, mask)
+    storage, plan = buffer.storage.write(context, state.storage, plan, items)
+    if not plan.bounded:
+        # The storage dropped more of the oldest rows than the writer had planned.
+        num_rows = context.held.rows(ring).reshape(plan.expired.shape)
+        extra = plan.expired - jnp.maximum(num_rows + plan.rows - ring.rows, 0)
+        writer = buffer.writer.evict_oldest(ring, writer, extra)
+    if isinstance(state.sampler, DrawCounts) and state.sampler.draws is not None:
+        # New items were drawn 0 times.
+        draws = put_rows(state.sampler.draws, plan, jnp.zeros(plan.slots.shape, jnp.int32))
+        state = state.replace(sampler=state.sampler.replace(draws=draws))
+    return state.replace(storage=storage), writer, plan
 
 
 write_in_place = by_description(donated=("state",))(standalone_program(write))
@@ -207,7 +219,7 @@ def room(buffer: Buffer, state: BufferState) -> jax.Array:
     slots, _ = anchors.nth(ranks, jax.random.key(0))
     is_pending = first < anchors.count
     # With `max_draws`, the first one has draws left. From the oldest slot on, the order of slots is
-    # that of time; after the last slot it goes on at slot 0.
+    # that of time; slot 0 follows the last slot.
     if sampler.max_draws is not None:
         tree = state.sampler.drawable
         before, total = sum_tree.sum_before(tree, held.first[0]), sum_tree.root(tree)

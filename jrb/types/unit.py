@@ -88,6 +88,17 @@ class Unit(abc.ABC):
         """
         return None
 
+    def rows_of(self, ring: Ring, sample: Any, length: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the slots of the last `length` rows of sampled windows, and their generations.
+
+        Both are `[B, length]`, int32 and uint32. Only units with `row_steps` are asked, for a
+        writer with `generation_is_lap`.
+        """
+        # Rows of a window have the stamp of its anchor, or one lap more or less across the seam.
+        steps: Any = self.row_steps
+        slots, laps = ring.rows_near(sample.indices, steps[-length:])
+        return slots, sample.stamp[:, None] + laps
+
     @property
     def goals(self) -> tuple[Path, ...]:
         """The paths of leaves that are compared with each other, and so must have one shape."""

@@ -4,6 +4,7 @@ N capacity, E environments, R = N / E rows, T time, B batch.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -369,11 +370,11 @@ def extent(
     return age, jnp.minimum((last - first + 1).astype(jnp.int32), rows_held - age)
 
 
-def lengths_from(context: Context, table: EpisodeTable, slots: jax.Array) -> jax.Array:
+def lengths_from(context: Context, table: Any, slots: jax.Array) -> jax.Array:
     """Returns the lengths of whole episodes whose first rows are at slots, int32 `[B]`.
 
-    The table has all episodes that are held, however short (`enough` is 1). Other slots give some
-    number.
+    `table` is an `EpisodeTable` of all episodes, however short (`enough` is 1). Slots that are no
+    first rows give some number of at least 1.
     """
     ring, room = context.ring, table.first.shape[0]
     env, back = ring.env_of(slots), context.held.after(ring, slots)
@@ -390,4 +391,4 @@ def lengths_from(context: Context, table: EpisodeTable, slots: jax.Array) -> jax
     # Episodes are in the order of time: search for the last that begins no later than the slot.
     bounds = jnp.zeros_like(back), jnp.maximum(table.count[env] - 1, 0)
     index, _ = dependencies.loop(room.bit_length(), halve, bounds)
-    return extent(context, table, env, (head + index) % room, 1)[1]
+    return jnp.maximum(extent(context, table, env, (head + index) % room, 1)[1], 1)

@@ -117,7 +117,8 @@ class Packed(WrappingUnit):
 
     def arrange(self, context: Context, state: PackedState, drawn: Draw) -> tuple[Draw, jax.Array]:
         """Puts the first drawn episodes that fit into rows; returns how many do."""
-        lengths = jnp.where(drawn.mask, self._lengths(context, state, drawn.slots), 0)
+        lengths = episodes.lengths_from(context, state.unit.episodes, drawn.slots)
+        lengths = jnp.where(drawn.mask, jnp.minimum(lengths, self.length), 0)
         number, places = _fit_in_rows(lengths, self.max_episodes, self.length)
         entry = places.reshape(-1)
         # Entries without an episode are masked, and repeat some slot.
@@ -139,8 +140,8 @@ class Packed(WrappingUnit):
     ) -> ReadPlan:
         """Reads the steps of the episodes of each row, one after another."""
         ring, limit = context.ring, self.length
-        whole = jnp.where(mask, self._lengths(context, state, slots, limit + 1), 0)
-        whole, starts = (it.reshape(-1, self.max_episodes) for it in (whole, slots))
+        lengths = jnp.where(mask, episodes.lengths_from(context, state.unit.episodes, slots), 0)
+        whole, starts = (it.reshape(-1, self.max_episodes) for it in (lengths, slots))
         ends = jnp.cumsum(jnp.minimum(whole, limit), axis=1)
         # Padding repeats the last step.
         step, total = jnp.arange(limit, dtype=jnp.int32), ends[:, -1:]
@@ -164,17 +165,19 @@ class Packed(WrappingUnit):
         """Returns the steps as they were read."""
         return raw, plan.info
 
+    def rows_of(self, ring: Ring, sample: Any, length: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the slots of all steps; steps beyond the seam are of the lap after the first."""
+        slots, segment = sample.info["slots"], sample.info["segment"]
+        number = jnp.maximum(segment - 1, 0)
+        first, stamp = (
+            jnp.take_along_axis(it.reshape(len(slots), -1), number, axis=1)
+            for it in (sample.indices, sample.stamp)
+        )
+        return slots, stamp + (slots < first).astype(jnp.uint32)
+
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Returns no further shapes: priorities are for episodes, `[B, M]`."""
         return []
-
-    def _lengths(
-        self, context: Context, state: PackedState, slots: jax.Array, most: int | None = None
-    ) -> jax.Array:
-        """Returns the lengths of the episodes that begin at slots, int32 `[K]`, at most L."""
-        table: Any = state.unit.episodes
-        lengths = episodes.lengths_from(context, table, slots)
-        return jnp.clip(lengths, 1, self.length if most is None else most)
 
 
 def _fit_in_rows(lengths: jax.Array, per_row: int, limit: int) -> tuple[jax.Array, jax.Array]:

@@ -17,14 +17,6 @@ EXAMPLE = {
     "observation": jnp.zeros(2),
     "next": {"observation": jnp.zeros(2), "reward": jnp.float32(0), "done": jnp.bool_(False)},
 }
-UNITS = {
-    "transition": jrb.Transition(),
-    "n-step": jrb.NStep(2, 0.9),
-    "strict": jrb.NStep(3, 0.9, strict=True),
-    "windows": jrb.Sequence(3),
-    "stacks": jrb.FrameStack(2),
-    "whole": jrb.Sequence(4, sample_by="whole_episodes"),
-}
 STORAGES = {
     "device": jrb.DeviceStorage(),
     "once": jrb.DeviceStorage(share_next_observations=True, terminal_capacity=30),
@@ -132,7 +124,7 @@ def test_groups_are_those_of_plain_python(
     unit, writer, storage, envs, partial, num_groups, per_group
 ):
     grouped = jrb.Grouped("prompt", num_groups, per_group, partial=partial)
-    parts = {"unit": UNITS[unit], "writer": writer, "storage": STORAGES[storage]}
+    parts = {"unit": weights.UNITS[unit], "writer": writer, "storage": STORAGES[storage]}
     make = functools.partial(jrb.ReplayBuffer, 8 * (envs or 1), envs)
     buffer = make(sampler=grouped, batch_size=2 * per_group, **parts)
     # A buffer with priorities, which are negative where a slot is no anchor, tells the anchors.

@@ -17,14 +17,6 @@ EXAMPLE = {
     "version": jnp.int32(0),
     "next": {"observation": jnp.zeros(2), "reward": jnp.float32(0), "done": jnp.bool_(False)},
 }
-UNITS = {
-    "transition": jrb.Transition(),
-    "n-step": jrb.NStep(2, 0.9),
-    "strict": jrb.NStep(3, 0.9, strict=True),
-    "windows": jrb.Sequence(3),
-    "stacks": jrb.FrameStack(2),
-    "whole": jrb.Sequence(4, sample_by="whole_episodes", partial="pad"),
-}
 STORAGES = {
     "device": jrb.DeviceStorage(),
     "once": jrb.DeviceStorage(share_next_observations=True),
@@ -84,7 +76,7 @@ def check_draws(batch, weight, beta=0.0):
 @pytest.mark.parametrize(
     ("unit", "writer", "storage"),
     [
-        *((unit, jrb.RoundRobin(), storage) for unit in UNITS for storage in STORAGES),
+        *((unit, jrb.RoundRobin(), storage) for unit in weights.UNITS for storage in STORAGES),
         # Shared observations need one clock for all environments.
         ("transition", jrb.PerEnvironment(), "device"),
         ("strict", jrb.PerEnvironment(), "device"),
@@ -93,7 +85,7 @@ def check_draws(batch, weight, beta=0.0):
 )
 @pytest.mark.parametrize("length", [7, 16, 45])
 def test_draws_follow_the_weights(unit, writer, storage, length):
-    parts = {"unit": UNITS[unit], "storage": STORAGES[storage], "writer": writer}
+    parts = {"unit": weights.UNITS[unit], "storage": STORAGES[storage], "writer": writer}
     buffer, state = filled(FRESH, length, **parts)
     draw = jax.jit(functools.partial(buffer.sample, batch_size=4000))
     for least, beta in ((-9.0, 0.0), (0.0, 0.7), (0.4, 1.0)):

@@ -1,6 +1,17 @@
-"""Functions for `jrb.Weighted`, which checkpoints find by their names."""
+"""Functions for `jrb.Weighted`, which checkpoints find by their names; and units to draw from."""
 
 import jax.numpy as jnp
+
+import jrb
+
+UNITS = {
+    "transition": jrb.Transition(),
+    "n-step": jrb.NStep(2, 0.9),
+    "strict": jrb.NStep(3, 0.9, strict=True),
+    "windows": jrb.Sequence(3),
+    "stacks": jrb.FrameStack(2),
+    "whole": jrb.Sequence(4, sample_by="whole_episodes", partial="pad"),
+}
 
 
 def every(leaves, age, context):
@@ -10,7 +21,7 @@ def every(leaves, age, context):
 
 
 def fresh(leaves, age, context):
-    """Returns 2^-age for items whose reward is at least the context, or 0 without one."""
+    """Returns 0.9^age for items whose reward is at least the context, or 0 without one."""
     reward = leaves["next/reward"]
     return jnp.where(reward >= (0.0 if context is None else context), 0.9 ** age.astype(float), 0.0)
 
