@@ -21,10 +21,10 @@ from jrb._util.display import table_html, table_text
 from jrb._util.public import PublicNames
 from jrb._util.pytree import check_like, leaf_name, leaf_names, spec_of
 from jrb._util.pytree import nbytes as tree_nbytes
-from jrb._util.wording import bytes_text, escaped_errors, printable, require
+from jrb._util.wording import bytes_text, escape_errors, printable, require
 from jrb._xla.callbacks import call_on_host
 from jrb._xla.compat import enable_x64
-from jrb._xla.dependencies import emptied, materialize, overwrite
+from jrb._xla.dependencies import empty_state, materialize, overwrite
 from jrb._xla.gather import read as read_rows
 from jrb.ring import Ring
 from jrb.types.messages import all_held, episode_ends, every_slot, put_rows
@@ -47,11 +47,11 @@ __all__ = [
     "checks",
     "context_of",
     "declared_nbytes",
-    "emptied",
+    "empty_state",
     "enable_x64",
     "episode_ends",
     "episode_lengths",
-    "escaped_errors",
+    "escape_errors",
     "every_slot",
     "last_of_equals",
     "leaf_name",

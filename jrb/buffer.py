@@ -16,13 +16,13 @@ from jrb._core import eager, steps, transforming
 from jrb._core.lengths import lengths_of
 from jrb._core.validate import (
     check_state,
+    check_state_argument,
     copy_array,
     copy_arrays,
-    explained,
+    explain_jax_error,
     fit_items,
     on_host,
     read_items,
-    takes_state,
     warn_of_refused,
 )
 from jrb._util import checks, display, pytree, wording
@@ -257,7 +257,7 @@ class ReplayBuffer:
             raise object_refusal()
         return eager.nbytes(self, self._stored_spec(example), where)
 
-    @takes_state
+    @check_state_argument
     def add(
         self,
         state: BufferState,
@@ -287,7 +287,7 @@ class ReplayBuffer:
         """
         return self._write("add", state, item, mask, priorities)
 
-    @takes_state
+    @check_state_argument
     def extend(
         self,
         state: BufferState,
@@ -369,7 +369,7 @@ class ReplayBuffer:
                 return state
             return eager.write(self, state, items, mask, None, priorities, donate, objects)
 
-    @takes_state
+    @check_state_argument
     def sample(
         self,
         state: BufferState,
@@ -402,7 +402,7 @@ class ReplayBuffer:
         count, inputs = draw_arguments([self.sampler], self.batch_size, key, batch_size, inputs)
         return eager.draw(self, state, key, count, inputs, moves=False)[1]
 
-    @takes_state
+    @check_state_argument
     def draw(
         self,
         state: BufferState,
@@ -458,7 +458,7 @@ class ReplayBuffer:
         self, state: BufferState, which: Sample | Array, priorities: Any, donate: bool = False
     ) -> BufferState:
         """Does `update_priority`; with `donate`, writes the sampler's arrays in place."""
-        self._prioritized("update_priority")
+        self._prioritized_sampler("update_priority")
         shapes, mask, num_axes = [], True, 1
         if isinstance(which, Sample):
             check_origin("update_priority", which, self._origin)
@@ -474,7 +474,7 @@ class ReplayBuffer:
         priorities = checks.priorities(priorities, shapes, num_axes)
         return eager.update(self, state, which, priorities, donate)
 
-    @explained
+    @explain_jax_error
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
         """Sets the exponent alpha of a prioritized sampler.
 
@@ -484,7 +484,7 @@ class ReplayBuffer:
             TypeError: the sampler has no priorities.
             ValueError: alpha is negative.
         """
-        sampler = self._prioritized("set_alpha")
+        sampler = self._prioritized_sampler("set_alpha")
         check_state(self, state)
         return state.replace(sampler=sampler.set_alpha(state.sampler, copy_array(alpha)))
 
@@ -667,7 +667,7 @@ class ReplayBuffer:
             checks.in_range("drop", slots, self.capacity, has_padding=True)
         return eager.drop(self, state, slots, donate)
 
-    @explained
+    @explain_jax_error
     def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
         """Returns all slots in the order in which they were written, and the number of items.
 
@@ -677,7 +677,7 @@ class ReplayBuffer:
         check_state(self, state)
         return steps.in_order(self, state.writer)
 
-    @explained
+    @explain_jax_error
     def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
         """Returns the slots of the newest rows.
 
@@ -712,7 +712,7 @@ class ReplayBuffer:
             slots = self.writer.in_order(self.ring, state.writer)[0][jnp.maximum(rank, 0)]
         return slots.reshape(shape), is_held.reshape(shape)
 
-    @explained
+    @explain_jax_error
     def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
         """Returns the priorities as they were set, without alpha and eps.
 
@@ -727,20 +727,20 @@ class ReplayBuffer:
         Raises:
             TypeError: the sampler has no priorities.
         """
-        sampler = self._prioritized("priorities")
+        sampler = self._prioritized_sampler("priorities")
         check_state(self, state)
         priorities = sampler.priorities(state.sampler)
         if slots is None:
             return eager.copy_if_owned(priorities, state.sampler)
         return priorities[self._slots("priorities", slots)]
 
-    @explained
+    @explain_jax_error
     def size(self, state: BufferState) -> jax.Array:
         """Returns the number of transitions held, int32 `[]`."""
         check_state(self, state)
         return eager.copy_if_owned(self.writer.held(self.ring, state.writer).size, state.writer)
 
-    @explained
+    @explain_jax_error
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
         """Returns True if the sampler has an item to draw, bool `[]`; if not, `sample` raises.
 
@@ -761,14 +761,14 @@ class ReplayBuffer:
         """Returns the state without items; updates by earlier samples then do nothing."""
         return eager.empty(self, state)
 
-    def stored(self, state: BufferState) -> Item:
+    def item_spec(self, state: BufferState) -> Item:
         """Returns the spec of one item as it is stored, `jax.ShapeDtypeStruct`s."""
         check_state(self, state)
         return self.storage.spec(state.storage)
 
     # Arguments.
 
-    def _prioritized(self, method: str) -> PrioritizedSampler:
+    def _prioritized_sampler(self, method: str) -> PrioritizedSampler:
         """Returns the sampler, or raises if it has no priorities."""
         if isinstance(self.sampler, PrioritizedSampler):
             return self.sampler
@@ -801,7 +801,7 @@ class ReplayBuffer:
             is_fixed = transforming.count_fixed(self.transforms) == len(self.transforms)
             invert = steps.invert_compiled if is_fixed else steps.invert
             items = invert(self, copy_arrays(items), len(lead))
-        spec, envs = self.stored(state), self.num_envs  # which checks the state
+        spec, envs = self.item_spec(state), self.num_envs  # which checks the state
         mend = f"Give {_LAYOUT[method, envs is None]}."
         pairs = zip(jax.tree.leaves(spec), jax.tree.leaves(items), strict=False)
         if envs is not None and all(

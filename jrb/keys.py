@@ -122,7 +122,7 @@ class Keys:
         all_agents = [functools.reduce(operator.and_, agents.values())] if agents else []
         return functools.reduce(operator.or_, own + all_agents)
 
-    def unnamed(self, item: PyTree) -> dict[str, str]:
+    def find_unnamed(self, item: PyTree) -> dict[str, str]:
         """Returns, by role, entries that have a usual name of the role but are not named here.
 
         Only roles without an entry at their path count; and only entries at the top of the item, or
@@ -237,7 +237,7 @@ def lookup(item: PyTree, path: Path | None) -> Any:
 def check_ends(spec: PyTree, keys: Keys, is_needed: bool = True) -> None:
     """Raises if a done flag is misnamed or not one number; if `is_needed`, also without a flag."""
     # Unless `is_needed`, items may have no flags, but none under unknown names.
-    for role, name in keys.unnamed(spec).items():
+    for role, name in keys.find_unnamed(spec).items():
         path = tuple(name.split("/")) if lookup(spec, name) is None else name
         raise ValueError(
             f"{role}: leaf '{name}': expected a leaf that keys= names, got one that it does not, "

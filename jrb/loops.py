@@ -21,7 +21,7 @@ from jrb._core.validate import (
     check_not_deleted,
     copy_array,
     copy_arrays,
-    explained,
+    explain_jax_error,
     on_host,
     warn_of_refused,
 )
@@ -101,12 +101,12 @@ def _gathers(
         compiling.standalone_program(method), donate_argnums=donated, static_argnums=static
     )
 
-    def called(states: Any, *args: Any) -> Any:
+    def call(states: Any, *args: Any) -> Any:
         first = states[0] if isinstance(states, (tuple, list)) and states else states
         is_inside = _is_traced(first) or (args and isinstance(args[0], jax.core.Tracer))
         return (inside if is_inside else outside)(states, *args)
 
-    return called
+    return call
 
 
 def _moves(
@@ -120,23 +120,23 @@ def _moves(
     """
 
     # The sampler's state is an argument of its own: only whole arguments can be donated.
-    def moved(sampler: Any, others: BufferState, *args: Any) -> Any:
+    def move_sampler(sampler: Any, others: BufferState, *args: Any) -> Any:
         result = method(others.replace(sampler=sampler), *args)
         state, *sample = result if isinstance(result, tuple) else (result,)
         return state.sampler, *sample
 
     numbers = tuple(number + 1 for number in static)
-    function = compiling.standalone_program(moved) if gathers else moved
+    function = compiling.standalone_program(move_sampler) if gathers else move_sampler
     compiled = jax.jit(function, donate_argnums=0, static_argnums=numbers)
 
-    def called(state: BufferState, *args: Any) -> Any:
+    def call(state: BufferState, *args: Any) -> Any:
         if not isinstance(state, BufferState) or _is_traced(state):
             return method(state, *args)
         sampler, *sample = compiled(state.sampler, state.replace(sampler=None), *args)
         after = state.replace(sampler=sampler)
         return (after, *sample) if sample else after
 
-    return called
+    return call
 
 
 _writes = functools.partial(_gathers, donates=True)
@@ -297,8 +297,8 @@ def _compiled_methods(buffer: Any) -> dict[str, Callable[..., Any]]:
     for name, method in methods.items():
         parameters = list(inspect.signature(getattr(type(buffer), name)).parameters.values())[2:]
         static = tuple(1 + i for i, each in enumerate(parameters) if each.name in _STATIC)
-        method = _seeded(method) if any(each.name == "key" for each in parameters) else method
-        run = explained(method if is_on_host else compilers[name](method, static))
+        method = _accept_seeds(method) if any(each.name == "key" for each in parameters) else method
+        run = explain_jax_error(method if is_on_host else compilers[name](method, static))
         if name == "extend" and not is_on_host:
             run = Lengths().wrap_extend(run)
         compiled[name] = _caller(buffer, name, run, parameters) if parameters else run
@@ -342,7 +342,7 @@ def _caller(
         if names[count] in defaults:
             tails[count] = (defaults[names[count]], *tails[count + 1])
 
-    def called(state: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs and len(args) in tails:
             args += tails[len(args)]
         else:
@@ -354,7 +354,7 @@ def _caller(
             warn_of_refused(buffer, name, args[-1], depth=4)
         return result
 
-    return called
+    return call
 
 
 def _finish_despite_interrupts(
@@ -380,7 +380,7 @@ def _finish_despite_interrupts(
             held.clear()
         return after
 
-    def called(state: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
         handler = get_handler(interrupt)
         if not callable(handler):  # the system's default, an ignored signal, or a handler in C
             result = method(state, *args, **kwargs)
@@ -421,7 +421,7 @@ def _finish_despite_interrupts(
             raise
         return result
 
-    return called
+    return call
 
 
 def _by_position(
@@ -454,19 +454,19 @@ def _without_data(name: str, where: Any) -> Any:
     return copy_arrays(where) if isinstance(where.stamp, np.ndarray) else where
 
 
-def _seeded(method: Callable[..., Any]) -> Callable[..., Any]:
+def _accept_seeds(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method that also takes a seed, from which it makes the key inside `jit`.
 
     In a loop in Python, `jax.random.key` and `fold_in` take as long as sampling itself.
     """
 
-    def called(state: Any, key: Any, *args: Any) -> Any:
+    def call(state: Any, key: Any, *args: Any) -> Any:
         # A counter on the device is not made an int, which would wait for it.
         if getattr(key, "shape", None) == () and jnp.issubdtype(key.dtype, jnp.integer):
             key = jax.random.key(key.astype(jnp.uint32))
         return method(state, key, *args)
 
-    return called
+    return call
 
 
 def _size(batch_size: Any) -> int | None:
@@ -479,14 +479,14 @@ def _generate(cls: type, source: type, names: Iterable[str]) -> None:
     """Adds to `cls` the methods of `source` with their signatures, for `help` and the docs."""
     for name in names:
 
-        def called(self: Any, *args: Any, name: str = name, **kwargs: Any) -> Any:
+        def call(self: Any, *args: Any, name: str = name, **kwargs: Any) -> Any:
             return vars(self)[name](*args, **kwargs)
 
-        called.__doc__ = f"Calls `{source.__name__}.{name}`, compiled."
-        called.__doc__ += " The state is donated." if name in _CHANGING else ""
-        called.__name__, called.__qualname__ = name, f"{cls.__name__}.{name}"
-        vars(called)["__signature__"] = inspect.signature(getattr(source, name))
-        setattr(cls, name, called)
+        call.__doc__ = f"Calls `{source.__name__}.{name}`, compiled."
+        call.__doc__ += " The state is donated." if name in _CHANGING else ""
+        call.__name__, call.__qualname__ = name, f"{cls.__name__}.{name}"
+        vars(call)["__signature__"] = inspect.signature(getattr(source, name))
+        setattr(cls, name, call)
 
 
 _generate(Jitted, ReplayBuffer, _METHODS)

@@ -303,7 +303,7 @@ def _conversion(
     """
     if buffer.storage.of_objects:
         return None, lambda objects: objects if convert is None else list(map(convert, objects))
-    spec = buffer.stored(state)
+    spec = buffer.item_spec(state)
     if convert is None:
         return spec, lambda items: items
 
@@ -330,7 +330,7 @@ def _convert_in_place(
     if convert is None or dataclasses.replace(new, **same) != old:
         return None
     spec, convert_rows = _conversion(old, state, convert)
-    blank = validate.compiled_blank(new).eval_shape(pytree.SpecKey(spec))
+    blank = validate.compile_blank(new).eval_shape(pytree.SpecKey(spec))
     if not pytree.are_alike(blank.replace(storage=None), state.replace(storage=None)):
         return None
     # The rows to convert, oldest first; without order of time, items in the order of slots.
@@ -338,7 +338,7 @@ def _convert_in_place(
     slots, mask = np.arange(int(held.size), dtype=np.int32)[:, None], None
     if old.writer.is_chronological:
         slots, mask = _newest_rows(ring, held, ring.capacity)
-    item_bytes = 1 if spec is None else pytree.nbytes(old.stored(state))
+    item_bytes = 1 if spec is None else pytree.nbytes(old.item_spec(state))
     rows = list(pieces(np.arange(len(slots)), item_bytes * slots.shape[1]))
     take = lambda at: old.take(state, jnp.asarray(slots[at]))
     # Look at all items before any is written: one that changes the index is reason to copy them.

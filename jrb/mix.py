@@ -11,7 +11,7 @@ import numpy as np
 
 from jrb import Sharded
 from jrb._core import eager, steps
-from jrb._core.validate import copy_array, takes_state
+from jrb._core.validate import check_state_argument, copy_array
 from jrb._util import checks, display, pytree, splitting
 from jrb._xla import random_bits
 from jrb._xla.compiling import per_description
@@ -120,7 +120,7 @@ class Mix:
         ]
         return jnp.all(jnp.stack(ready))
 
-    @takes_state
+    @check_state_argument
     def sample(
         self,
         states: States,
@@ -134,7 +134,7 @@ class Mix:
         inputs = DrawInputs(beta, context)
         return self._draw(states, key, batch_size, inputs, proportions)[1]
 
-    @takes_state
+    @check_state_argument
     def draw(
         self,
         states: States,

@@ -97,7 +97,7 @@ def take_items(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> A
     if buffer.storage.of_objects:
         return buffer.take(state, jnp.asarray(slots))
     # Allocate the results, and copy the items piece by piece.
-    raw = jax.tree.map(casting.raw_spec, buffer.stored(state))
+    raw = jax.tree.map(casting.raw_spec, buffer.item_spec(state))
     whole = jax.tree.map(lambda leaf: np.empty((len(slots), *leaf.shape), leaf.dtype), raw)
     step = max(1, (32 << 20) // max(pytree.nbytes(raw), 1))
     for start in range(0, len(slots), step):

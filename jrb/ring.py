@@ -76,7 +76,7 @@ class Ring:
             lap=clock.lap + lax.div(reached, np.uint32(self.rows)),
         )
 
-    def emptied(self, clock: Clock) -> Clock:
+    def empty(self, clock: Clock) -> Clock:
         """Returns the clock of the emptied ring; no older generation is ever current again."""
         return Clock(
             # Always zero, but XLA does not know that: a constant would not wait for the clock.
@@ -319,7 +319,7 @@ class Occupancy:
         steps = ring.slot_after(slots, ring.capacity - self._take_by_stream(starts, slots))
         return steps if self.streams == 1 else lax.div(steps, np.int32(self.streams))
 
-    def moved(self, ring: Ring, expired: jax.Array, passed: jax.Array) -> "Occupancy":
+    def advance(self, ring: Ring, expired: jax.Array, passed: jax.Array) -> "Occupancy":
         """Returns the runs after `expired` rows left and `passed` rows were added, int32 `[S]`."""
         # A run moves by whole rows, so its first slot stays in the same environment.
         row = ring.row_after(ring.row_of(self.first), expired)
@@ -328,7 +328,7 @@ class Occupancy:
             count=self.count + (passed - expired) * (ring.envs // self.streams),
         )
 
-    def emptied(self) -> "Occupancy":
+    def empty(self) -> "Occupancy":
         """Returns empty runs that begin at the same slots."""
         return dataclasses.replace(self, count=jnp.zeros_like(self.count))
 

@@ -44,8 +44,7 @@ __all__ = [
     "LARGEST",
     "SMALLEST",
     "Tree",
-    "bounded",
-    "cleared",
+    "clear",
     "draw",
     "find",
     "get",
@@ -54,6 +53,7 @@ __all__ = [
     "is_tree",
     "leaf_values",
     "leaves",
+    "limit_masses",
     "lowest",
     "neutral",
     "over",
@@ -203,7 +203,7 @@ def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
         indices: integers `[B]`; those outside [0, N) are ignored.
         masses: real numbers `[B]`, used as float32. If one is negative, NaN or infinite, the leaf
             keeps its old mass. Those whose sum could be infinite are lowered, and positive ones
-            that arithmetic would take for 0 are raised (see `bounded`).
+            that arithmetic would take for 0 are raised (see `limit_masses`).
 
     Returns:
         The new tree. The cost grows with B and log N.
@@ -229,7 +229,7 @@ def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     good = (indices >= 0) & (indices < tree.capacity) & (masses >= 0) & jnp.isfinite(masses)
     node = indices.astype(jnp.uint32) + np.uint32(tree.leaf)
     node = jnp.where(good, node, np.uint32(tree.nodes.size))
-    nodes, _ = gather.put_last(tree.nodes, node, bounded(tree, masses))
+    nodes, _ = gather.put_last(tree.nodes, node, limit_masses(tree, masses))
     return _reduce_ancestors(tree.replace(nodes), node)
 
 
@@ -318,7 +318,7 @@ def draw(
     return words, *_descend(tree, first * mass, again), mass
 
 
-def bounded(tree: Tree, masses: jax.Array, positive: jax.Array | None = None) -> jax.Array:
+def limit_masses(tree: Tree, masses: jax.Array, positive: jax.Array | None = None) -> jax.Array:
     """Returns masses limited so that N of them add up to at most 2^125, and none is lost as 0.
 
     A larger sum would be finite, but its inverse is flushed to 0, and a compiler may use the
@@ -374,7 +374,7 @@ def _most_leaves(branching: int) -> int:
     return few
 
 
-def cleared(tree: Tree, token: jax.Array) -> Tree:
+def clear(tree: Tree, token: jax.Array) -> Tree:
     """Returns the tree with neutral leaves, written in place once `token` is known."""
     return tree.replace(dependencies.overwrite(tree.nodes, _NEUTRAL[tree.reduction], token))
 

@@ -66,7 +66,7 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
             "to_arrow: expected items of arrays, got objects. jrb.to_pandas has a column for them."
         )
     # Make the schema: columns of facts, then leaves, with the dtype as metadata if it was changed.
-    spec = buffer.stored(state)
+    spec = buffer.item_spec(state)
     fields = [pa.field(name, pa.from_numpy_dtype(leaf.dtype)) for name, leaf in facts.items()]
     for name, leaf in zip(_column_names(spec), jax.tree.leaves(spec), strict=True):
         raw = casting.raw_spec(leaf)
@@ -162,7 +162,7 @@ def _column_names(spec: Item) -> list[str]:
 def _leaf_columns(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Columns:
     """Returns the leaves of items at slots, in dtypes that tables have."""
     leaves = jax.tree.leaves(read.take_items(buffer, state, slots))
-    pairs = zip(_column_names(buffer.stored(state)), leaves, strict=True)
+    pairs = zip(_column_names(buffer.item_spec(state)), leaves, strict=True)
     return {name: leaf.astype(_table_dtype(leaf.dtype), copy=False) for name, leaf in pairs}
 
 

@@ -39,7 +39,7 @@ from jrb.state import BufferState, Sample
 from jrb.types import Item, MissingMethodError, PrioritizedSampler, ShardedSampler
 from jrb.types.messages import DrawInputs
 
-__all__ = ["conform", "consumed", "growth", "rows"]
+__all__ = ["conform", "growth", "rows", "sum_leaves"]
 __dir__: PublicNames = lambda: __all__
 
 Make = Callable[[int], ReplayBuffer]
@@ -118,7 +118,7 @@ def _rows(example: SpecKey, lead: tuple[int, ...], total: jax.Array) -> Any:
     return jax.tree.map(fill, example.spec)
 
 
-def consumed(tree: Item) -> jax.Array:
+def sum_leaves(tree: Item) -> jax.Array:
     """Returns a number, float32 `[]`, that depends on every leaf."""
     total = jnp.float32(0)
     for leaf in jax.tree.leaves(tree):
@@ -308,7 +308,7 @@ def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
     slots = _draw(buffer, state, jax.random.key(10))[1].indices.reshape(-1)
     mask = jnp.ones(slots.shape, jnp.bool_)
     plan = buffer.unit.plan_read(context, state.unit, slots, mask, jax.random.key(11))
-    names = pytree.leaf_names(buffer.stored(state))
+    names = pytree.leaf_names(buffer.item_spec(state))
     reads = [plan.where(name) for name in names]
     if any(len(one) != len(slots) or (slots != one.T).any() for one in reads):
         is_ordered = buffer.writer.is_chronological
@@ -525,15 +525,15 @@ def check_in_place(make: Make, example: Item) -> None:
         return buffer.add(state, rows(example, total, *buffer._lead())), total
 
     def sample(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
-        return state, total + consumed(buffer.sample(state, jax.random.fold_in(key, 1)))
+        return state, total + sum_leaves(buffer.sample(state, jax.random.fold_in(key, 1)))
 
     def add_sample(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
         state = add(buffer, state, total, key)[0]
-        return state, consumed(buffer.sample(state, key))
+        return state, sum_leaves(buffer.sample(state, key))
 
     def draw_add(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
         state, sample = buffer.draw(state, key)
-        return add(buffer, state, total, key)[0], consumed(sample)
+        return add(buffer, state, total, key)[0], sum_leaves(sample)
 
     for step in (add_sample, draw_add):
         for agents in (None, 4):

@@ -176,7 +176,7 @@ def test_an_interrupt_of_a_write_that_waits_for_draws_holds_nobody_up():
 
     def draw():
         while not over.is_set():
-            with one.entered():
+            with one.enter():
                 inside.release()
 
     thread = threading.Thread(target=draw, daemon=True)

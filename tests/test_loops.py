@@ -245,7 +245,7 @@ def test_wide_dtypes_are_converted_where_asked_for(make):
     buffer = jrb.ReplayBuffer(10, batch_size=2, cast=True)
     methods = make(buffer)
     state = methods.init(STEP)
-    assert {name: str(leaf.dtype) for name, leaf in buffer.stored(state).items()} == {
+    assert {name: str(leaf.dtype) for name, leaf in buffer.item_spec(state).items()} == {
         "observation": "float32",
         "action": "int32",
         "reward": "float32",

@@ -28,7 +28,7 @@ slot_after = jax.jit(Ring.slot_after, static_argnums=0)
 row_slots = jax.jit(Ring.row_slots, static_argnums=0)
 oldest_slot = jax.jit(Ring.oldest_slot, static_argnums=0)
 generation = jax.jit(Ring.generation, static_argnums=0)
-emptied = jax.jit(Ring.emptied, static_argnums=0)
+empty = jax.jit(Ring.empty, static_argnums=0)
 
 RINGS = [Ring(1, 1), Ring(1, 5), Ring(2, 3), Ring(7, 1), Ring(9, 4), Ring(16, 4)]
 rings = st.sampled_from(RINGS)
@@ -118,7 +118,7 @@ def test_a_generation_changes_with_every_overwrite_and_with_nothing_else(life):
     for event in events:
         before = now
         if event is None:
-            clock, row, touched = emptied(ring, clock), 0, set(range(ring.capacity))
+            clock, row, touched = empty(ring, clock), 0, set(range(ring.capacity))
         else:
             clock = advance(ring, clock, jnp.int32(event))
             rows = {(row + i) % ring.rows for i in range(event)}
@@ -152,7 +152,7 @@ def test_a_lap_after_the_last_is_lap_0(ring):
     clock = advance(ring, clock, jnp.int32(1))
     assert numbers(clock) == (0, ring.rows, 0)
     assert set(generations(ring, clock)) == {LAPS - 1}
-    assert int(emptied(ring, clock_at(ring, 0, LAPS - 1)).lap) == 1
+    assert int(empty(ring, clock_at(ring, 0, LAPS - 1)).lap) == 1
 
 
 @pytest.mark.parametrize("lap", [0, 7, LAPS - 3, LAPS - 2, LAPS - 1])
@@ -161,7 +161,7 @@ def test_an_emptied_ring_holds_nothing_and_no_old_generation_comes_back(ring, la
     for written in (0, 1, ring.rows - 1, ring.rows, ring.rows + 1):
         clock = clock_at(ring, written, lap)
         old = generations(ring, clock)
-        clock = emptied(ring, clock)
+        clock = empty(ring, clock)
         assert numbers(clock)[:2] == (0, 0)
         assert dtypes(clock) == (jnp.int32, jnp.int32, jnp.uint32)
         for _ in range(2 * ring.rows):
@@ -178,8 +178,8 @@ def test_the_first_places_are_counted_from_0(count):
 
 def test_emptied_twice_is_new_again():
     ring = Ring(7, 1)
-    once = emptied(ring, clock_at(ring, 9))
-    assert not set(generations(ring, emptied(ring, once))) & set(generations(ring, once))
+    once = empty(ring, clock_at(ring, 9))
+    assert not set(generations(ring, empty(ring, once))) & set(generations(ring, once))
 
 
 @hypothesis.given(ring=rings, row=st.integers(0, 2**31 - 1), steps=counts)
@@ -267,7 +267,7 @@ def test_jit_and_vmap_equal_eager(ring):
         assert int(ring.oldest_slot(clock)) == int(oldest_slot(ring, clock))
         slots = jnp.arange(ring.capacity)
         assert np.array_equal(ring.generation(clock, slots), generation(ring, clock, slots))
-        assert numbers(ring.emptied(clock)) == numbers(emptied(ring, clock))
+        assert numbers(ring.empty(clock)) == numbers(empty(ring, clock))
 
 
 @pytest.mark.parametrize("ring", [Ring(9, 1), Ring(2**24, 8)], ids=str)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jrb.authoring import (
     all_held,
-    emptied,
+    empty_state,
     episode_ends,
     episode_lengths,
     every_slot,
@@ -149,4 +149,4 @@ class PreviousAction(Unit):
         self, ring: Ring, state: PreviousActionState, token: jax.Array
     ) -> PreviousActionState:
         """Empties the state: no episode runs. `follows` is not read at empty slots."""
-        return emptied(state, token)
+        return empty_state(state, token)

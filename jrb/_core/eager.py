@@ -21,9 +21,9 @@ from jrb._core.validate import (
     check,
     check_kind,
     check_state,
-    compiled_blank,
+    compile_blank,
     copy_arrays,
-    explained,
+    explain_jax_error,
     is_traced,
     is_tracer,
     on_host,
@@ -68,14 +68,14 @@ def make_device_state(buffer: Buffer, spec: Item, device: Device = None) -> Any:
         device = jax.sharding.SingleDeviceSharding(device)
     if device is not None:
         return jax.jit(lambda: blank(buffer, spec), out_shardings=device)()
-    state = compiled_blank(buffer)(SpecKey(spec))
+    state = compile_blank(buffer)(SpecKey(spec))
     # If memory is short, this raises here, and not at some later call.
     return state if is_traced(state) else jax.block_until_ready(state)
 
 
 def nbytes(buffer: Buffer, spec: Item, where: str | None) -> int:
     """Returns the bytes that `init` allocates: on the "device", the "host", in "files", or all."""
-    sizes = [{"device": pytree.nbytes(compiled_blank(buffer).eval_shape(SpecKey(spec)))}]
+    sizes = [{"device": pytree.nbytes(compile_blank(buffer).eval_shape(SpecKey(spec)))}]
     if on_host(buffer):
         sizes += [buffer.storage.nbytes(buffer.ring, spec, buffer.keys)]
     return sum(size for each in sizes for kind, size in each.items() if where in (None, kind))
@@ -84,7 +84,7 @@ def nbytes(buffer: Buffer, spec: Item, where: str | None) -> int:
 # Writes.
 
 
-@explained
+@explain_jax_error
 def write(
     buffer: Buffer,
     state: BufferState,
@@ -134,7 +134,7 @@ def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: jax.Array
         )
 
 
-@explained
+@explain_jax_error
 def can_add(buffer: Buffer, state: BufferState) -> jax.Array:
     check_state(buffer, state)
     return steps.can_write(buffer, state.replace(storage=None))
@@ -158,7 +158,7 @@ def fill(
 # Draws.
 
 
-@explained
+@explain_jax_error
 def draw(
     buffer: Buffer,
     state: BufferState,
@@ -292,12 +292,12 @@ def _draw_compiled(
     return sampler if moves else None, sample
 
 
-@explained
+@explain_jax_error
 def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
     return steps.ready(buffer, state.replace(storage=None), batch_size)
 
 
-@explained
+@explain_jax_error
 def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
     """Returns the items at slots of any shape; objects in one list."""
     check_state(buffer, state)
@@ -321,7 +321,7 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
 # Methods that leave items alone: outside `jit`, the items are not passed to the compiled step.
 
 
-@explained
+@explain_jax_error
 def update(
     buffer: Buffer,
     state: BufferState,
@@ -337,7 +337,7 @@ def update(
     return after
 
 
-@explained
+@explain_jax_error
 def drop(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array, donate: bool = False
 ) -> BufferState:
@@ -377,13 +377,13 @@ def _without_data(where: Sample | jax.Array | None) -> Any:
     return copy_arrays(where.replace(data=None))
 
 
-@explained
+@explain_jax_error
 def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> Any:
     """Ends the running episodes of some environments, bool `[E]`."""
     return _call_without_items(steps.truncate, False, buffer, state, which)
 
 
-@explained
+@explain_jax_error
 def empty(buffer: Buffer, state: BufferState) -> Any:
     after = _call_without_items(steps.empty, False, buffer, state)
     if is_traced(state):
@@ -405,7 +405,7 @@ def wait_method(buffer: Buffer) -> Callable[[BufferState, Sample], BufferState]:
 # Edits.
 
 
-@explained
+@explain_jax_error
 def edit(
     buffer: Buffer,
     state: BufferState,
@@ -427,7 +427,7 @@ def edit(
     return host_calls.edit(buffer, state, [(where, values if objects is None else objects)])
 
 
-@explained
+@explain_jax_error
 def rewrite(
     buffer: Buffer, state: BufferState, function: Callable[[Item], Item], batch_size: int
 ) -> BufferState:

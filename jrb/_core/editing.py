@@ -239,7 +239,7 @@ def _rebuild_index(
         changes = episode_changes(items, buffer.keys, plan.written_by_clock, state.numbers)
         cuts, state = cuts | changes[0], state.replace(numbers=changes[2])
     plan = dataclasses.replace(plan, cuts=cuts)
-    empty = dataclasses.replace(context, held=context.held.emptied())
+    empty = dataclasses.replace(context, held=context.held.empty())
     after, change = unit.on_write(empty, blank, plan, items)
     old = unit.anchors(context, state.unit)
     new = unit.anchors(context_of(buffer, state.writer), after)
@@ -279,7 +279,7 @@ def _rewrite_all_rows(
     # Write them into the emptied storage, once all have been read. It may then have no room for
     # some of the oldest rows.
     blank = buffer.storage.reset(ring, state.storage, dependencies.zero_depending_on(items))
-    empty = dataclasses.replace(context, held=context.held.emptied())
+    empty = dataclasses.replace(context, held=context.held.empty())
     storage, plan = buffer.storage.write(empty, blank, _all_rows(ring, context.held), items)
     writer = buffer.writer.evict_oldest(ring, state.writer, plan.expired)
     state = state.replace(storage=storage, writer=writer, edits=_hash_edit(state, slots, values))

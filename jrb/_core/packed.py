@@ -323,9 +323,9 @@ class PackedLeaves(pytree.State):
     @property
     def leaves(self) -> Any:
         """All leaves as arrays `[N, ...]`, in a pytree like an item."""
-        return self._unpacked(self.places)
+        return self._unpack_leaves(self.places)
 
-    def _unpacked(self, places: Any) -> Any:
+    def _unpack_leaves(self, places: Any) -> Any:
         def leaf(it: Any) -> Any:
             if not isinstance(it, LeafSlice):
                 return it
@@ -355,7 +355,7 @@ class PackedLeaves(pytree.State):
         return (*shape[: -1 - axes], math.prod(shape[-1 - axes : -1]), *place.shape)
 
     def __getitem__(self, name: Any) -> Any:
-        return self._unpacked(self.places[name])
+        return self._unpack_leaves(self.places[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self.places

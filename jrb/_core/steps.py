@@ -668,7 +668,7 @@ def empty(buffer: Buffer, state: BufferState) -> BufferState:
     )
     sampler = buffer.sampler.reset(ring, state.sampler, token)
     if buffer.sampler.max_draws is not None:
-        sampler = sampler.replace(drawable=sum_tree.cleared(sampler.drawable, token))
+        sampler = sampler.replace(drawable=sum_tree.clear(sampler.drawable, token))
     return state.replace(
         storage=storage,
         writer=buffer.writer.reset(ring, state.writer, token),

@@ -62,7 +62,7 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
     return BufferState(
         storage=buffer.storage.init(context, spec),
         writer=writer,
-        sampler=_attached(buffer, buffer.sampler.init(ring)),
+        sampler=_attach_sampler(buffer, buffer.sampler.init(ring)),
         unit=buffer.unit.init(context, spec),
         edits=jnp.zeros((), jnp.uint32),
         transforms=transforms,
@@ -72,12 +72,12 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
 
 
 @kept_by_description
-def compiled_blank(buffer: Buffer) -> Any:
+def compile_blank(buffer: Buffer) -> Any:
     """Returns `blank` as a compiled function of a `SpecKey`, traced once for all uses."""
     return jax.jit(lambda spec: blank(buffer, spec.spec), static_argnums=0)
 
 
-def _attached(buffer: Buffer, state: PartState) -> Any:
+def _attach_sampler(buffer: Buffer, state: PartState) -> Any:
     sampler = buffer.sampler
     if isinstance(sampler, PrioritizedSampler):
         state = sampler.attach(state, buffer.unit.has_delayed_anchors)
@@ -248,7 +248,7 @@ def _odd_part(buffer: Buffer, state: BufferState) -> str | None:
     try:
         item = buffer.storage.spec(state.storage)
         # From the cache of `jit`: `init` has traced the same call.
-        own = compiled_blank(buffer).eval_shape(SpecKey(item))
+        own = compile_blank(buffer).eval_shape(SpecKey(item))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return "storage"  # anything that parts raise for a state that is not theirs
     for name in (*_PARTS, "numbers"):
@@ -385,7 +385,7 @@ _DONATED = (
 )
 
 
-def explained(method: F) -> F:
+def explain_jax_error(method: F) -> F:
     """Wraps a method so that errors about donated arrays and explicit meshes say what to do.
 
     Raises:
@@ -393,7 +393,7 @@ def explained(method: F) -> F:
     """
 
     @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if not _has_one_device():
             for first in args[:2]:  # the state, which is second where a description comes first
                 check_donated(first)
@@ -411,15 +411,15 @@ def explained(method: F) -> F:
                 "make the mesh with axis_types=(jax.sharding.AxisType.Auto,)."
             ) from error
 
-    return cast(F, called)
+    return cast(F, call)
 
 
-def takes_state(method: F) -> F:
+def check_state_argument(method: F) -> F:
     """Wraps a method so that a call without the state raises an error that says so."""
     second = list(inspect.signature(method).parameters)[2]  # such as `key`, or `item`
 
     @functools.wraps(method)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) == 1:
             raise TypeError(
                 f"{method.__name__}: expected (state, {second}), got one argument. The items are "
@@ -427,7 +427,7 @@ def takes_state(method: F) -> F:
             )
         return method(self, *args, **kwargs)
 
-    return cast(F, called)
+    return cast(F, call)
 
 
 @functools.lru_cache

@@ -165,7 +165,7 @@ class BlockStore:
                 f"{path}: expected nothing there, found a store that a state of this process is "
                 "in. Go on with that state, or let go of it first."
             )
-        store = cls._locked(path)
+        store = cls._lock_folder(path)
         if commits.list_generations(store.folder):
             store.close()
             raise ValueError(
@@ -182,7 +182,7 @@ class BlockStore:
         If the newest generation is damaged, or the file of an array is cut short, no block of it
         is used again.
         """
-        store = cls._locked(path)
+        store = cls._lock_folder(path)
         try:
             store._load_newest()
             return store
@@ -208,7 +208,7 @@ class BlockStore:
         return store
 
     @classmethod
-    def _locked(cls, path: str) -> "BlockStore":
+    def _lock_folder(cls, path: str) -> "BlockStore":
         """Returns a store without arrays in a folder in which this process may write."""
         files.make_folder(path)
         store = cls(Folder(path))

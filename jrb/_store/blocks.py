@@ -176,10 +176,10 @@ class BlockArray:
         """Returns a context with the open file; it opens the file unless that stays open."""
         if self._open_file:
             return contextlib.nullcontext(self._open_file[0])
-        return self._reopened(flags)
+        return self._reopen_file(flags)
 
     @contextlib.contextmanager
-    def _reopened(self, flags: int) -> Iterator[int]:
+    def _reopen_file(self, flags: int) -> Iterator[int]:
         try:
             file = self._folder.open(self.spec.file, flags)
         except FileNotFoundError:

@@ -156,7 +156,7 @@ class Gate:
         self.inside: dict[int, threading.Lock] = {}
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def enter(self) -> Iterator[None]:
         """Returns a context during which this thread is inside."""
         thread, lock = threading.get_ident(), taken_lock()
         is_outer = self.inside.setdefault(thread, lock) is lock  # a nested context does not count

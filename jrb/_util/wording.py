@@ -3,7 +3,7 @@ r"""Texts for people: safe characters, sizes, and hints in errors. Nothing here 
 A terminal obeys control characters, shows text between bidirectional ones in another order, and
 cannot print lone surrogates. They are shown as Python writes them: `\x1b`, `\u202e`. Text for
 people that comes from files goes through `printable`, and errors of functions that read files
-through `escaped_errors`.
+through `escape_errors`.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ def printable_args(args: tuple[object, ...]) -> tuple[object, ...]:
 
 
 @contextlib.contextmanager
-def escaped_errors() -> Iterator[None]:
+def escape_errors() -> Iterator[None]:
     """Makes the messages of errors, and of the errors that caused them, printable."""
     try:
         yield

@@ -41,7 +41,7 @@ INDEX = "uint32" if _IS_RECENT else "int32"
 
 
 def enable_x64() -> AbstractContextManager[Any]:
-    return _setting("enable_x64")(True)
+    return _find_setting("enable_x64")(True)
 
 
 def is_x64() -> bool:
@@ -62,7 +62,7 @@ def with_settings(work: Callable[..., None]) -> Callable[..., None]:
             # A setting that this version of JAX lacks is None on both sides.
             for name, value in values.items():
                 if getattr(jax.config, f"jax_{name}", None) != value:
-                    settings.enter_context(_setting(name)(value))
+                    settings.enter_context(_find_setting(name)(value))
             if mesh is not None and not mesh.empty:
                 settings.enter_context(jax.set_mesh(mesh))
             work(*arguments)
@@ -70,7 +70,7 @@ def with_settings(work: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _setting(name: str) -> Callable[[Any], AbstractContextManager[Any]]:
+def _find_setting(name: str) -> Callable[[Any], AbstractContextManager[Any]]:
     # Older versions of JAX have some of these context managers in `jax.experimental`.
     module = jax if hasattr(jax, name) else importlib.import_module("jax.experimental")
     return getattr(module, name)

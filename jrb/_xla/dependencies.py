@@ -191,7 +191,7 @@ def delay_writes_until(state: T, token: jax.Array) -> T:
     return pytree.map_marks(state, delay)
 
 
-def emptied(state: T, token: jax.Array) -> T:
+def empty_state(state: T, token: jax.Array) -> T:
     """Returns the state with cursors and tallies set to 0, of which cursors depend on `token`."""
 
     def reset(mark: str, value: jax.Array) -> jax.Array:

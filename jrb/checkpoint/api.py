@@ -15,7 +15,7 @@ from jrb._store import block_store, commits, files
 from jrb._store.block_store import BlockStore, Progress, no_progress
 from jrb._store.threads import Worker
 from jrb._util import checks
-from jrb._util.wording import escaped_errors, printable
+from jrb._util.wording import escape_errors, printable
 from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions, loading, manifest, saving, schema
@@ -37,7 +37,7 @@ Hooks = Hook | dict[str, Any] | None
 # Saving.
 
 
-@escaped_errors()
+@escape_errors()
 def save(
     path: Path,
     buffer: Several,
@@ -210,7 +210,7 @@ class Save:
             raise self._worker.error
 
 
-@escaped_errors()
+@escape_errors()
 def save_async(
     path: Path,
     buffer: Several,
@@ -338,7 +338,7 @@ def load(
 ) -> tuple[D, Any]: ...
 @overload
 def load(path: Path, buffer: D, *, extra: Item, **how: Unpack[_Options]) -> tuple[D, Any, Any]: ...
-@escaped_errors()
+@escape_errors()
 def load(
     path: Path,
     buffer: Several = None,
@@ -540,7 +540,7 @@ def _is_hdf5(path: str) -> bool:
 # Facts.
 
 
-@escaped_errors()
+@escape_errors()
 def generations(path: Path) -> list[int]:
     """Returns the numbers of the generations that a checkpoint has, oldest first; 0 for HDF5."""
     path = _prepare_path(path)
@@ -551,7 +551,7 @@ def generations(path: Path) -> list[int]:
     )
 
 
-@escaped_errors()
+@escape_errors()
 def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
     """Returns the metadata of a checkpoint; its rows are not read.
 
@@ -586,7 +586,7 @@ def is_checkpoint(path: Path) -> bool:
     return manifest.is_checkpoint(path) if os.path.isdir(path) else _hdf5().is_own(path)
 
 
-@escaped_errors()
+@escape_errors()
 def verify(path: Path, progress: Progress = no_progress) -> list[str]:
     """Reads a whole checkpoint, older generations too, and returns a line about each damage.
 

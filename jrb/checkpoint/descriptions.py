@@ -211,7 +211,7 @@ def match_description(path: str, saved: Json, given: Any, kind: type) -> Any:
             if not isinstance(description, kind):
                 raise ValueError(f"buffer: expected a {kind.__name__}, got {_short(saved)}")
             return description
-    lines = _differences(binding(saved), binding(encode(given)), "buffer")
+    lines = _differences(drop_unbound_options(saved), drop_unbound_options(encode(given)), "buffer")
     if lines:
         raise OtherError(
             f"load: {lines[0]}. Build the buffer as it was saved, leave buffer= out, or change "
@@ -220,30 +220,32 @@ def match_description(path: str, saved: Json, given: Any, kind: type) -> Any:
     return given
 
 
-def binding(node: Json) -> Json:
+def drop_unbound_options(node: Json) -> Json:
     """Returns an encoded description without the options on which no state depends.
 
     Options that its parts did not have when it was saved have their defaults.
     """
     if isinstance(node, list):
-        return [binding(entry) for entry in node]
+        return [drop_unbound_options(entry) for entry in node]
     if not isinstance(node, dict):
         return node
     if "fields" not in node:
-        return {key: binding(entry) for key, entry in node.items()}
+        return {key: drop_unbound_options(entry) for key, entry in node.items()}
     cls = find_class(node["part"])
     free = {"batch_size", "transforms", "min_size", "cast", "requires_mask"}
     if cls is not None and issubclass(cls, Storage | StatefulTransform):
         free |= set(cls.unbound)
     fields = {name: encode(value) for name, value in _defaults_of(cls).items()} | node["fields"]
-    bound = {name: binding(entry) for name, entry in fields.items() if name not in free}
+    bound = {
+        name: drop_unbound_options(entry) for name, entry in fields.items() if name not in free
+    }
     # The state depends on all transforms up to the last one that has a state.
     transforms = fields.get("transforms")
     parts = transforms.get("tuple", []) if isinstance(transforms, dict) else []
     classes = [find_class(it.get("part", "")) if isinstance(it, dict) else None for it in parts]
     stateful = [cls is not None and issubclass(cls, StatefulTransform) for cls in classes]
     if any(stateful):
-        bound["transforms"] = binding(parts[: len(parts) - stateful[::-1].index(True)])
+        bound["transforms"] = drop_unbound_options(parts[: len(parts) - stateful[::-1].index(True)])
     return {"part": node["part"], "fields": bound}
 
 

@@ -90,7 +90,7 @@ def save(path: str, buffer: Several, state: Any, compression: str | None) -> Non
         image = file.id.get_file_image()
     files.make_folder(os.path.dirname(path))
     seal = _SEAL.pack(_MARK, zlib.crc32(image), len(image))
-    with locked(path) as (folder, temporary):
+    with lock_file(path) as (folder, temporary):
         new = folder.path_of(temporary)
         folder.write_new(temporary, [image, seal])
         for damage in verify(new):
@@ -100,7 +100,7 @@ def save(path: str, buffer: Several, state: Any, compression: str | None) -> Non
 
 
 @contextlib.contextmanager
-def locked(path: str) -> Iterator[tuple[Folder, str]]:
+def lock_file(path: str) -> Iterator[tuple[Folder, str]]:
     """Holds the lock to write or remove a file; yields its folder and the name of a new file.
 
     No file of a user has that name. The new file is removed at the end, unless it was renamed.

@@ -70,12 +70,12 @@ class BufferHandler(_Handler):
             A future of Orbax in a list, which waits until the folder exists and writes the copy.
         """
 
-        def copied(leaf: Leaf) -> Any:  # safe from donation; on the host, except for keys
+        def copy_leaf(leaf: Leaf) -> Any:  # safe from donation; on the host, except for keys
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 return jnp.array(leaf, copy=True)
             return np.array(leaf) if memory.on_host(leaf) else np.asarray(leaf)
 
-        job = SaveJob(_path_in(directory), args.buffer, jax.tree.map(copied, args.state))
+        job = SaveJob(_path_in(directory), args.buffer, jax.tree.map(copy_leaf, args.state))
 
         async def write() -> None:
             api.save_job(job, 0)

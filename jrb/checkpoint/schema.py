@@ -437,7 +437,7 @@ def match_specs(
         # Inverse transforms are applied to the example; where its items are makes no difference.
         plain = dataclasses.replace(buffer, storage=DeviceStorage())
         plain = plain if validate.on_host(buffer) else buffer
-        stored = plain.stored(jax.eval_shape(lambda: plain.init(example)))
+        stored = plain.item_spec(jax.eval_shape(lambda: plain.init(example)))
     mend = "Pass a transition like those that were saved, or leave example= out."
     other = jax.tree.leaves(stored) if is_unknown else stored
     pytree.check_like(spec, other, "load: example", mend)

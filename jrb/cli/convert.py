@@ -114,7 +114,7 @@ def _load(source: str, to: str, casts: bool, number: str | None) -> tuple[Any, A
     # Compare the dtypes of the dataset with those of the buffer.
     names = importlib.import_module("jrb.authoring").leaf_names(dataset.spec)
     leaves = importlib.import_module("jax").tree.leaves
-    pairs = zip(names, leaves(dataset.spec), leaves(buffer.stored(state)), strict=True)
+    pairs = zip(names, leaves(dataset.spec), leaves(buffer.item_spec(state)), strict=True)
     cast = [f"{n} {a.dtype} as {b.dtype}" for n, a, b in pairs if a.dtype != b.dtype]
     return buffer, state, cast, lost
 
@@ -169,7 +169,7 @@ def _write_result(
         jrb.datasets.write_minari(path, buffer, state, dataset_id=name)
     else:
         # Write a table of all items, some megabytes at a time.
-        nbytes = importlib.import_module("jrb.authoring").tree_nbytes(buffer.stored(state))
+        nbytes = importlib.import_module("jrb.authoring").tree_nbytes(buffer.item_spec(state))
         reader = jrb.to_arrow(buffer, state, chunks=max(1, _PIECE // max(nbytes, 1)))
         empty = [field.name for field in reader.schema if 0 in getattr(field.type, "shape", ())]
         if empty and to == "parquet":

@@ -323,7 +323,9 @@ def make_item_buffer(
     return _make_buffer(max_length, None, sample_batch_size, min_length, unit, missing=missing)
 
 
-def _prioritised_maker(maker: Callable[..., TrajectoryBuffer[Any, Any, Any]]) -> Callable[..., Any]:
+def _accept_prioritised_arguments(
+    maker: Callable[..., TrajectoryBuffer[Any, Any, Any]],
+) -> Callable[..., Any]:
     """Returns a maker with two more arguments, `priority_exponent` and `device` (ignored)."""
     count = len(inspect.signature(maker).parameters)
 
@@ -346,9 +348,11 @@ def _prioritised_maker(maker: Callable[..., TrajectoryBuffer[Any, Any, Any]]) ->
     return make
 
 
-make_prioritised_trajectory_buffer: Callable[..., Any] = _prioritised_maker(make_trajectory_buffer)
-make_prioritised_flat_buffer: Callable[..., Any] = _prioritised_maker(make_flat_buffer)
-make_prioritised_item_buffer: Callable[..., Any] = _prioritised_maker(make_item_buffer)
+make_prioritised_trajectory_buffer: Callable[..., Any] = _accept_prioritised_arguments(
+    make_trajectory_buffer
+)
+make_prioritised_flat_buffer: Callable[..., Any] = _accept_prioritised_arguments(make_flat_buffer)
+make_prioritised_item_buffer: Callable[..., Any] = _accept_prioritised_arguments(make_item_buffer)
 
 
 def make_trajectory_queue(

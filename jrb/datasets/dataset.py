@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jrb import authoring
-from jrb.authoring import checks, escaped_errors
+from jrb.authoring import checks, escape_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets import copies
 from jrb.datasets import preprocess as preprocessing
@@ -173,7 +173,7 @@ class Dataset(Queries, Sequence[Episode]):
             for row in range(count_steps(block)):
                 yield slice_steps(block, row)
 
-    @escaped_errors()
+    @escape_errors()
     def returns(self) -> Any:
         """Returns the sum of the rewards of each episode, float64 `[K]`; reads only rewards.
 
@@ -201,7 +201,7 @@ class Dataset(Queries, Sequence[Episode]):
     def _choose(self, find: Callable[[Any], np.ndarray]) -> Self:
         return self.only(self.numbers[find(self)])
 
-    @escaped_errors()
+    @escape_errors()
     def buffer(
         self,
         *,
@@ -265,7 +265,7 @@ class Dataset(Queries, Sequence[Episode]):
         parts |= {"sampler": sampler, "unit": unit, "transforms": transforms}
         return copies.fill_buffer(selection, storage, num_envs, cache, root, progress, parts)
 
-    @escaped_errors()
+    @escape_errors()
     def preprocess(
         self,
         function: Callable[[Episode], Any],
@@ -355,7 +355,7 @@ class Dataset(Queries, Sequence[Episode]):
         last, cut = (stops - 1)[lengths > 0], self.cut[lengths > 0]
         # Where the last step is dropped, the one before it ends the episode.
         ends, lacking = np.unique(last - cut if self.final == "drop" else last), last[cut]
-        with escaped_errors():
+        with escape_errors():
             try:
                 for number, block in enumerate(read(self.source, self.numbers.tolist())):
                     start, stop = stop, stop + count_steps(block)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jrb._store import commits, files
-from jrb.authoring import Folder, Lock, absolute_path, checks, escaped_errors
+from jrb.authoring import Folder, Lock, absolute_path, checks, escape_errors
 from jrb.checkpoint import hdf5
 from jrb.datasets import copies
 from jrb.datasets.dataset import Dataset
@@ -30,7 +30,7 @@ class UnknownFormatError(ValueError):
     """Raised if no format matches the files at a path."""
 
 
-@escaped_errors()
+@escape_errors()
 def open(
     source: Source, *, format: str | Format | None = None, final: str = "keep", **options: Any
 ) -> Dataset:
@@ -128,7 +128,7 @@ def choose_format(source: Source, format: str | Format | None = None) -> Format:
     )
 
 
-@escaped_errors()
+@escape_errors()
 def list(root: str | os.PathLike[str] | None = None) -> dict[str, Dataset]:
     """Returns the datasets in a folder by name, including copies that `cache=True` made.
 
@@ -157,7 +157,7 @@ def list(root: str | os.PathLike[str] | None = None) -> dict[str, Dataset]:
     return datasets
 
 
-@escaped_errors()
+@escape_errors()
 def delete(name: str, root: str | os.PathLike[str] | None = None) -> None:
     """Removes a dataset from the disk; removes nothing if its folder has files of another kind.
 
@@ -208,7 +208,7 @@ def lock_dataset(path: str) -> Iterator[commits.IsOwn]:
             yield is_own
     # A checkpoint in one file has a lock next to it.
     elif hdf5.is_own(path):
-        with hdf5.locked(path):
+        with hdf5.lock_file(path):
             yield is_own
     else:
         choose_format(path)  # raises if the path is no dataset

@@ -8,7 +8,7 @@ import h5py
 import jax
 import numpy as np
 
-from jrb.authoring import casting, escaped_errors, leaf_names
+from jrb.authoring import casting, escape_errors, leaf_names
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Episode
@@ -45,7 +45,7 @@ def dataset_of(
             f"{type(source).__name__} and {type(state).__name__}."
         )
     # Name the leaves of the stored items as in TED, and check the names before anything is written.
-    spec = jax.tree.map(casting.raw_spec, source.stored(state))
+    spec = jax.tree.map(casting.raw_spec, source.item_spec(state))
     for role in roles:
         source.keys.get(spec, role)
     in_ted = ted_names(leaf_names(spec), source.keys)
@@ -96,7 +96,7 @@ def check_chain(where: str, name: str, before: np.ndarray, after: np.ndarray, cu
         check(False, f"{where}: leaf 'next/{name}'", expected, got)
 
 
-@escaped_errors()
+@escape_errors()
 def write_d4rl(
     path: str | os.PathLike[str],
     buffer: ReplayBuffer | Dataset,
@@ -157,7 +157,7 @@ def write_d4rl(
         file.attrs.update(running=is_running.sum(), cut=is_cut.sum())
 
 
-@escaped_errors()
+@escape_errors()
 def write_rlds(
     buffer: ReplayBuffer | Dataset, state: BufferState | None = None
 ) -> Iterator[dict[str, Any]]:

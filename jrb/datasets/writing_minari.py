@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb.authoring import escaped_errors, leaf_name, require
+from jrb.authoring import escape_errors, leaf_name, require
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.formats.minari import METADATA
@@ -38,7 +38,7 @@ _CUT = "The beginning of {} of {} episodes may have been overwritten before they
 _LEFT_OUT = "{} steps whose next observation is not known were left out."
 
 
-@escaped_errors()
+@escape_errors()
 def write_minari(
     path: str | os.PathLike[str],
     buffer: ReplayBuffer | Dataset,
@@ -108,7 +108,7 @@ def write_minari(
     }
     # Take a buffer's episodes as a dataset. Only its items say which entries are of tuples.
     dataset, specs = dataset_of("write_minari", buffer, state, roles=_ROLES)
-    stored = None if isinstance(buffer, Dataset) or state is None else buffer.stored(state)
+    stored = None if isinstance(buffer, Dataset) or state is None else buffer.item_spec(state)
     episodes = MinariEpisodes(dataset, _names_in_minari(specs, stored))
     with new_path(target) as folder:
         _write(os.path.join(folder, "data"), episodes, spaces, about)

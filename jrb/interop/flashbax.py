@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb.authoring import absolute_path, escaped_errors, require
+from jrb.authoring import absolute_path, escape_errors, require
 from jrb.interop.dump import Dump
 from jrb.mix import AnyState
 from jrb.types import Item
@@ -23,7 +23,7 @@ _NEEDED = ("experience", "current_index", "is_full")
 _METADATA = "metadata.json"
 
 
-@escaped_errors()
+@escape_errors()
 def read_flashbax(
     state: AnyState,
     *,
@@ -157,7 +157,7 @@ def _make_dump(items: Item, info: dict[str, Any], squeeze: bool) -> Dump:
     return Dump(jax.tree.map(lambda leaf: leaf[:, 0], items), info | {"num_envs": None})
 
 
-@escaped_errors()
+@escape_errors()
 def read_vault(
     path: str | os.PathLike[str],
     *,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._store.files import DamagedError
-from jrb.authoring import MAX_EXPANSION, ExpansionLimit, absolute_path, escaped_errors
+from jrb.authoring import MAX_EXPANSION, ExpansionLimit, absolute_path, escape_errors
 from jrb.interop.dump import Dump
 from jrb.layouts import compact
 
@@ -63,7 +63,7 @@ class StoredDump(NamedTuple):
     full: bool = False  # in compact layouts, True if rows were rotated to put the oldest first
 
 
-@escaped_errors()
+@escape_errors()
 def read_torchrl(
     path: str | os.PathLike[str],
     squeeze: bool = False,

@@ -20,7 +20,7 @@ from jrb.authoring import (
     absolute_path,
     check_links,
     checks,
-    escaped_errors,
+    escape_errors,
     make_folder,
     tree_nbytes,
 )
@@ -49,7 +49,7 @@ class DumpRows(NamedTuple):
     full: bool  # True if all rows hold items
 
 
-@escaped_errors()
+@escape_errors()
 def write_torchrl(
     path: str | os.PathLike[str], buffer: ReplayBuffer, state: BufferState, layout: str = "default"
 ) -> None:
@@ -145,7 +145,7 @@ def _slots(buffer: ReplayBuffer, rows: np.ndarray) -> np.ndarray:
 def _read_items(buffer: ReplayBuffer, state: BufferState, rows: DumpRows) -> Leaves:
     """Reads items `[T, ...]` or `[T, E, ...]` of the full capacity, zeros in empty rows."""
     # Allocate the leaves; raise for those that TorchRL cannot have.
-    ring, spec = buffer.ring, buffer.stored(state)
+    ring, spec = buffer.ring, buffer.item_spec(state)
     lead = (ring.rows,) if buffer.num_envs is None else (ring.rows, ring.envs)
     leaves: Leaves = {}
     for name, leaf in names.flatten(spec, "write_torchrl").items():

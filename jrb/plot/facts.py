@@ -108,7 +108,7 @@ def read_rewards(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) ->
     """Reads the rewards at slots `[K, E]`, real `[K, E, parts]`; None if items have none."""
     if buffer.storage.of_objects:
         return None
-    spec = leaves_at(buffer.stored(state), buffer.keys.reward)
+    spec = leaves_at(buffer.item_spec(state), buffer.keys.reward)
     names = {name for name, leaf in spec.items() if is_real(leaf.dtype) and leaf.size}
     parts = list(read_leaves(buffer, state, slots, names).values())
     if not parts:

@@ -65,7 +65,7 @@ def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Axes | None = 
     # Plot small leaves of the action and the observation, at most 3 of each, and priorities.
     shown = np.linspace(0, length - 1, min(length, _POINTS)).astype(int)
     slots = one.slots[shown]
-    specs = facts.leaves_by_name(buffer.stored(state))
+    specs = facts.leaves_by_name(buffer.item_spec(state))
     small = {
         name
         for name, leaf in specs.items()

@@ -386,12 +386,12 @@ class Prioritized(PrioritizedSampler, ShardedSampler, LimitedSampler):
     def reset(self, ring: Ring, state: PrioritizedState, token: jax.Array) -> PrioritizedState:
         """Returns the state without anchors, except that alpha keeps its value."""
         clear = lambda raw: dependencies.overwrite(raw, _NO_ANCHOR, token)
-        clear_tree = lambda tree: None if tree is None else sum_tree.cleared(tree, token)
+        clear_tree = lambda tree: None if tree is None else sum_tree.clear(tree, token)
         others = state.largest_of_others
         return state.replace(
             raw=clear(state.raw),
             waiting=None if state.waiting is None else clear(state.waiting),
-            masses=sum_tree.cleared(state.masses, token),
+            masses=sum_tree.clear(state.masses, token),
             smallest=clear_tree(state.smallest),
             largest=clear_tree(state.largest),
             largest_of_others=None if others is None else jnp.zeros_like(others),
@@ -460,7 +460,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler, LimitedSampler):
             is_tiny = (bits > 0) & (bits < 1 << 23)
             base = jnp.where(is_tiny, bits.astype(jnp.float32) * 2.0**-23, jnp.maximum(raw, 0.0))
             power = base**state.alpha * jnp.where(is_tiny, jnp.exp2(-126.0 * state.alpha), 1.0)
-        mass = jnp.where(raw < 0, 0.0, sum_tree.bounded(state.masses, power, has_mass))
+        mass = jnp.where(raw < 0, 0.0, sum_tree.limit_masses(state.masses, power, has_mass))
         state = state.replace(masses=put(state.masses, mass))
         if state.smallest is not None:
             # Slots without mass are neutral in a tree of minima.

@@ -175,4 +175,6 @@ class Weighted(ShardedSampler, LimitedSampler):
             is_anchor = is_anchor & (state.draws < self.max_draws)
         is_drawn = is_anchor & jnp.isfinite(weights) & sum_tree.is_positive(weights)
         tree = sum_tree.neutral(ring.capacity, "sum")
-        return sum_tree.set_all(tree, sum_tree.bounded(tree, jnp.where(is_drawn, weights, 0.0)))
+        return sum_tree.set_all(
+            tree, sum_tree.limit_masses(tree, jnp.where(is_drawn, weights, 0.0))
+        )

@@ -16,10 +16,10 @@ from jrb._core.lengths import lengths_of
 from jrb._core.validate import (
     accept_items,
     check_donated,
+    check_state_argument,
     copy_array,
-    explained,
+    explain_jax_error,
     on_host,
-    takes_state,
     warn_of_copies,
 )
 from jrb._util import casting, checks, display, pytree
@@ -32,7 +32,7 @@ from jrb.state import BufferState, Memory, Sample, check_origin
 from jrb.types import Item, ShardedSampler
 from jrb.types.messages import Array, DrawInputs, PRNGKey
 
-_run = explained(mesh.run)
+_run = explain_jax_error(mesh.run)
 
 
 class _ShardedMethod(NamedTuple):
@@ -128,7 +128,7 @@ class Sharded:
             ids = np.vectorize(lambda device: device.id, otypes=[int])(self.mesh.devices).tolist()
             platform = self.mesh.devices.flat[0].platform
             named = platform, ids, tuple(self.mesh.axis_names), self.mesh.axis_types
-        return _unpickled, (self.buffer, self.shards, named, self.axis)
+        return _unpickle_sharded, (self.buffer, self.shards, named, self.axis)
 
     def __post_init__(self) -> None:
         if not isinstance(self.buffer, ReplayBuffer):
@@ -236,7 +236,7 @@ class Sharded:
             pairs = (items, axis), (mask, _axis_of_mask(mask, axis)), (priorities, axis)
             return self._call(name, state, *pairs)
 
-    @takes_state
+    @check_state_argument
     def sample(
         self,
         state: BufferState,
@@ -249,7 +249,7 @@ class Sharded:
         inputs = DrawInputs(beta, context)
         return self._draw(state, key, batch_size, inputs, moves=False)[1]
 
-    @takes_state
+    @check_state_argument
     def draw(
         self,
         state: BufferState,
@@ -562,7 +562,7 @@ def _part_of(sharded: Sharded) -> ReplayBuffer:
     )
 
 
-def _unpickled(buffer: ReplayBuffer, shards: int, named: Any, axis: str) -> Sharded:
+def _unpickle_sharded(buffer: ReplayBuffer, shards: int, named: Any, axis: str) -> Sharded:
     """Returns the description on a mesh of this program's devices with the same numbers.
 
     `named` is the platform of the mesh's devices, their numbers, and the names and types of its

@@ -77,7 +77,7 @@ class StoreRows(HostRows):
 
     def drawing(self) -> AbstractContextManager[None]:
         """See `HostRows.drawing`."""
-        return self.shared.drawing.entered()
+        return self.shared.drawing.enter()
 
     @contextlib.contextmanager
     def writing(self, version: int) -> Iterator[None]:

@@ -224,5 +224,5 @@ class SpillStorage(StoreArrays):
 
     def reset(self, ring: Ring, state: TieredState, token: jax.Array) -> TieredState:
         """Returns the state with an empty cache."""
-        state = state.replace(clock=self.cache_ring(ring).emptied(state.clock))
+        state = state.replace(clock=self.cache_ring(ring).empty(state.clock))
         return dependencies.delay_writes_until(state, token)

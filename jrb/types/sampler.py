@@ -164,19 +164,19 @@ class Sampler(abc.ABC):
         Use `jrb.authoring.overwrite` for large arrays: they then wait for `token`, an int32 zero.
         """
         # Counts of draws stay, as a new item in a slot sets its count to 0.
-        others = dependencies.overwrite_with(_uncounted(state), lambda: self.init(ring), token)
+        others = dependencies.overwrite_with(_without_counts(state), lambda: self.init(ring), token)
         if not isinstance(state, DrawCounts):
             return others
         return others.replace(draws=state.draws, drawable=state.drawable)
 
     def _unless_stateful(self, state: PartState, needed: str, method: str) -> Any:
         """Returns `state`; raises if it has other arrays than counts: no default fits them."""
-        if jax.tree.leaves(_uncounted(state)):
+        if jax.tree.leaves(_without_counts(state)):
             raise missing_method(self, needed, method)
         return state
 
 
-def _uncounted(state: PartState) -> Any:
+def _without_counts(state: PartState) -> Any:
     is_counted = isinstance(state, DrawCounts)
     return state.replace(draws=None, drawable=None) if is_counted else state
 

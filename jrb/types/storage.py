@@ -67,7 +67,7 @@ class Storage(abc.ABC):
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Returns the state without items; arrays may keep their old values."""
-        return dependencies.emptied(state, token)
+        return dependencies.empty_state(state, token)
 
     def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
         """Returns True if rows share memory in any of these leaves; such leaves are not edited."""

@@ -234,7 +234,7 @@ class Unit(abc.ABC):
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Returns the state of the emptied buffer. Writes to arrays must wait for `token`, a zero.
 
-        By default sets `cursor()` and `tally()` fields to 0 (`jrb.authoring.emptied`), and raises
+        By default sets `cursor()` and `tally()` fields to 0 (`jrb.authoring.empty_state`), and raises
         MissingMethodError if the state has other arrays, for which there is no default.
         """
         # Leave out the marked fields, which are set to 0: no other array has a default.
@@ -242,7 +242,7 @@ class Unit(abc.ABC):
         others = pytree.leaf_names(pytree.map_marks(state, lambda mark, value: nothing))
         if others:
             self._lacks("reset", f", as its state has the arrays {others}")
-        return dependencies.emptied(state, token)
+        return dependencies.empty_state(state, token)
 
     def _lacks(self, method: str, why: str = "") -> NoReturn:
         raise MissingMethodError(

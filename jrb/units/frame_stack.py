@@ -212,7 +212,7 @@ class FrameStack(WrappingUnit):
             context, state.queue, plan, entered, self.max_entry_delay, state.rows_before
         )
         # Slots at the ring's tail whose stacks reach beyond it, `[(k - 1) E]`, are removed too.
-        after = held.moved(ring, plan.expired_by_clock, plan.rows_by_clock)
+        after = held.advance(ring, plan.expired_by_clock, plan.rows_by_clock)
         slots = after.oldest(ring, self.k - 1)
         row = jnp.arange(self.k - 1, dtype=jnp.int32)[:, None]
         # Padding, N, is out of range: it reads the last slot, and stays N below.
@@ -392,7 +392,7 @@ def _keep_whole_stacks(
     """Returns the slots; N replaces those whose stack is not held after the write."""
     ring = context.ring
     safe = jnp.minimum(slots, ring.capacity - 1)
-    after = context.held.moved(ring, plan.expired_by_clock, plan.rows_by_clock)
+    after = context.held.advance(ring, plan.expired_by_clock, plan.rows_by_clock)
     before = dependencies.materialize(lambda: state.rows_before(safe))
     is_whole = (before <= after.before(ring, safe)) & after.holds(ring, safe)
     return jnp.where(is_whole, slots, ring.capacity)

@@ -205,7 +205,7 @@ class NStep(Unit):
 
     def reset(self, ring: Ring, state: NStepState, token: jax.Array) -> NStepState:
         """Returns the emptied state; flags stay, as those of empty slots are not used."""
-        return dependencies.emptied(state, token)
+        return dependencies.empty_state(state, token)
 
     def is_episode_end(self, context: Context, state: NStepState, slots: jax.Array) -> jax.Array:
         """Returns True for rows that were written or truncated as ends."""

@@ -423,7 +423,7 @@ class Sequence(Unit):
 
     def reset(self, ring: Ring, state: SequenceState, token: jax.Array) -> SequenceState:
         """Returns the emptied state; flags stay, as those of empty slots are not used."""
-        return dependencies.emptied(state, token)
+        return dependencies.empty_state(state, token)
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Returns `[B, L]` and `[B, burn_in + L]`."""

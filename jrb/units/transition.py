@@ -155,5 +155,5 @@ class WrappingUnit(Unit):
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Returns the emptied state; flags stay, as those of empty slots are not used."""
-        emptied = dependencies.emptied(state, token)
+        emptied = dependencies.empty_state(state, token)
         return emptied.replace(unit=self.unit.reset(ring, state.unit, token))

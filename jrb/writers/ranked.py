@@ -175,7 +175,7 @@ class MaxValue(OneByOne):
 
     def reset(self, ring: Ring, state: MaxValueState, token: jax.Array) -> MaxValueState:
         """Returns the state without items, in which no slot has the number of an item."""
-        ranks = sum_tree.cleared(state.ranks, token)
+        ranks = sum_tree.clear(state.ranks, token)
         return super().reset(ring, state, token).replace(ranks=ranks)
 
     def check_edit(self, method: str, names: frozenset[str]) -> None:

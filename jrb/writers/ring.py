@@ -46,7 +46,7 @@ class RingWriter(Writer):
 
     def reset(self, ring: Ring, state: Clock, token: jax.Array) -> Clock:
         """Returns a clock at row 0 of a later lap."""
-        return ring.emptied(state)
+        return ring.empty(state)
 
 
 @pytree.component

@@ -577,7 +577,7 @@ def test_a_draw_that_waits_for_a_write_does_not_hold_up_the_next_one(path, monke
 
     def draw():
         began.wait(AT_MOST)
-        with states.rows.drawing.entered():
+        with states.rows.drawing.enter():
             try:
                 states.rows.read_rows(9, [np.arange(3)] * len(WIDTHS))
                 errors.append("old rows")
@@ -678,7 +678,7 @@ def test_threads_draw_while_one_writes(kind, path, monkeypatch):
         rng = np.random.default_rng(seed)
         try:
             while not over.is_set():
-                with states.rows.drawing.entered():
+                with states.rows.drawing.enter():
                     version, data = list(published)[-1 - int(rng.integers(2))]
                     slots = rng.integers(0, SLOTS, 8)
                     try:

@@ -483,7 +483,7 @@ def waiting(one):
 @pytest.mark.usefixtures("patient")
 def test_a_write_waits_until_a_draw_of_another_thread_is_over():
     one = Gate()
-    with one.entered():
+    with one.enter():
         thread = waiting(one)
         assert thread.is_alive()
     thread.join(AT_MOST)
@@ -494,9 +494,9 @@ def test_a_write_waits_until_a_draw_of_another_thread_is_over():
 @pytest.mark.usefixtures("patient")
 def test_a_draw_within_a_draw_holds_a_write_up_as_long_as_the_outer_one():
     one = Gate()
-    with one.entered():
+    with one.enter():
         thread = waiting(one)
-        with one.entered():
+        with one.enter():
             pass
         assert thread.is_alive()
     thread.join(AT_MOST)
@@ -506,7 +506,7 @@ def test_a_draw_within_a_draw_holds_a_write_up_as_long_as_the_outer_one():
 @pytest.mark.usefixtures("patient")
 def test_nobody_waits_for_oneself():
     one = Gate()
-    with one.entered():
+    with one.enter():
         one.wait()
     assert not one.inside
 

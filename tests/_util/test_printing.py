@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 
 import jrb
-from jrb.authoring import escaped_errors, printable
+from jrb.authoring import escape_errors, printable
 from jrb.checkpoint import DamagedError
 
 HIDDEN = [
@@ -42,7 +42,7 @@ def test_no_character_that_is_left_is_a_control_or_a_format():
 def test_errors_and_what_caused_them_are_escaped():
     assert str(DamagedError("a\x1b[2J", 3).args[0]) == "a\\x1b[2J"
 
-    @escaped_errors()
+    @escape_errors()
     def read():
         try:
             raise OSError("no \u202e")

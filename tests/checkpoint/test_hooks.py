@@ -72,7 +72,7 @@ def same_draws(buffer, state, back, count=3):
 @pytest.mark.parametrize("name", [name for name in BUFFERS if name not in ("one stream", "once")])
 def test_what_is_encoded_without_loss_comes_back_to_the_bit(name, tmp_path):
     buffer, state = filled(**BUFFERS[name])
-    spec = buffer.stored(state)
+    spec = buffer.item_spec(state)
     jrb.save(tmp_path, buffer, state, encode=squeeze)
     again, back = jrb.load(tmp_path, decode=functools.partial(unsqueeze, spec))
     assert again == buffer

@@ -311,7 +311,7 @@ def test_priorities_of_any_size(priority, count):
 def test_of_items_only_flags_and_rewards_are_read(monkeypatch):
     buffer = jrb.ReplayBuffer(12, 2, storage=jrb.MemmapStorage(None), sampler=jrb.Prioritized())
     state = buffers.filled(buffer, 9, observation=SMALL)
-    names, read = authoring.leaf_names(buffer.stored(state)), set()
+    names, read = authoring.leaf_names(buffer.item_spec(state)), set()
     original = memmap.StoreRows.read
 
     def note(self, version, slots, first=0):

@@ -133,7 +133,7 @@ def _load(path: str, format: Checkpoint, number: int | None) -> _LoadedSteps:
             keyed = dataclasses.replace(buffer, keys=keys, storage=jrb.DeviceStorage())
             buffer, state = keyed, jrb.rebuild(buffer, state, keyed)
     # Names of leaves can collide, as in `{"a/b": x, "a": {"b": y}}`.
-    names = leaf_names(buffer.stored(state))
+    names = leaf_names(buffer.item_spec(state))
     duplicates = [name for name in names if names.count(name) > 1]
     got = f"{len(duplicates)} of this name. Load it with jrb.load, and rename one"
     where = f"{path}: leaf '{', '.join(duplicates[:1])}'"
@@ -204,8 +204,8 @@ class EpisodeRows:
         slots = [np.zeros(0, np.int32), *(np.asarray(each.slots) for each in episodes)]
         self._slots = np.concatenate(slots)
         self.ends: np.ndarray = np.cumsum([*map(len, slots)], dtype=np.int64)[1:]
-        self._size = max(1, _PIECE // max(1, tree_nbytes(buffer.stored(state))))
-        self._piece = functools.lru_cache(maxsize=2)(self._checked)
+        self._size = max(1, _PIECE // max(1, tree_nbytes(buffer.item_spec(state))))
+        self._piece = functools.lru_cache(maxsize=2)(self._read_piece)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -227,7 +227,7 @@ class EpisodeRows:
         rows = lambda begin: slice(max(0, start - begin), stop - begin)
         return np.concatenate([self._piece(begin)[name][rows(begin)] for begin in begins])
 
-    def _checked(self, begin: int) -> dict[str, np.ndarray]:
+    def _read_piece(self, begin: int) -> dict[str, np.ndarray]:
         """Reads a piece; raises if a step other than an episode's last has `next/valid` False."""
         steps = self.at(slice(begin, begin + self._size))
         # Only a last step may lack its next observation.

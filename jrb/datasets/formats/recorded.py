@@ -46,12 +46,12 @@ class Recorded(tabular.TableFormat):
 
     def snapshot(self, source: Source) -> Format:
         """Returns a format that reads only the parts that exist now."""
-        return dataclasses.replace(self, sealed=self._sealed(source))
+        return dataclasses.replace(self, sealed=self._count_parts(source))
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the parts as one table."""
-        sealed = self._sealed(source)
+        sealed = self._count_parts(source)
         paths = [
             os.path.join(os.path.realpath(source), parts.part_name(writer, number))
             for writer, count in sealed
@@ -62,7 +62,7 @@ class Recorded(tabular.TableFormat):
             paths, key, lambda: _table(source, paths, sealed, self.max_expansion)
         )
 
-    def _sealed(self, source: Source) -> tuple[tuple[str, int], ...]:
+    def _count_parts(self, source: Source) -> tuple[tuple[str, int], ...]:
         if self.sealed:
             return self.sealed
         check(self.matches(source), source, self.looks_for, "something else")
