@@ -459,18 +459,17 @@ class ReplayBuffer:
     ) -> BufferState:
         """Does `update_priority`; with `donate`, writes the sampler's arrays in place."""
         self._prioritized_sampler("update_priority")
-        shapes, mask, num_axes = [], True, 1
+        num_axes = 1
         if isinstance(which, Sample):
             check_origin("update_priority", which, self._origin)
-            is_single = self.unit.anchors_per_entry == 1
-            mask, num_axes = (which.mask, 1) if is_single else (which.weights, 2)
+            num_axes = 1 if self.unit.anchors_per_entry == 1 else 2
             # One priority for each anchor, or those of the rows, which the unit reduces.
             shapes = [which.indices.shape, *self.unit.priority_shapes(which.mask.shape)]
         else:
             which = checks.indices("update_priority", which)
             shapes = [which.shape]
         if not donate:
-            warn_of_refused(self, "update_priority", priorities, mask, depth=4)
+            warn_of_refused(self, "update_priority", priorities, which, depth=4)
         priorities = checks.priorities(priorities, shapes, num_axes)
         return eager.update(self, state, which, priorities, donate)
 

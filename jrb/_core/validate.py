@@ -26,7 +26,7 @@ from jrb._xla import compat
 from jrb._xla.compiling import kept_by_description, with_unified_arguments
 from jrb.keys import no_numbers
 from jrb.ring import Ring
-from jrb.state import Buffer, BufferState
+from jrb.state import Buffer, BufferState, Sample
 from jrb.types import DrawCounts, HostState, Item, PrioritizedSampler
 from jrb.types.messages import PartState
 
@@ -504,9 +504,12 @@ def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None
 
 
 def warn_of_refused(
-    buffer: Hashable, method: str, priorities: Any, mask: Any = True, depth: int = 5
+    buffer: Hashable, method: str, priorities: Any, which: Any = None, depth: int = 5
 ) -> None:
-    """Warns once per description if priorities in host memory include some that are refused."""
+    """Warns once per description if priorities in host memory include some that are refused.
+
+    `which` is the sample or the slots that they are for.
+    """
     # Priorities inside `jit`, or on an accelerator, which would have to be copied, are not checked.
     if type(priorities) is not np.ndarray and not _is_on_cpu(priorities):
         return
@@ -522,10 +525,13 @@ def warn_of_refused(
     bits = values.reshape(-1).view(np.uint32)
     if not bits.size or bits[bits.argmax()] < _BITS_OF_INFINITY:
         return
+    # Those of masked entries, or masked rows of windows, may be anything.
+    mask: Any = True
+    if isinstance(which, Sample):
+        mask = which.weights if which.weights.shape == values.shape else which.mask
     if "priorities" in _warned_of(buffer) or not _is_on_cpu(mask):
         return
     mask = np.asarray(mask)
-    # Of several anchors in an entry, weights stand for the mask.
     is_used = mask > 0 if mask.shape == values.shape else True
     wrong = ~((values >= 0) & (values < np.inf)) & is_used
     if wrong.any():

@@ -556,5 +556,7 @@ def test_priorities_of_missing_episodes_may_be_anything(per_row):
         buffer.update_priority(state, batch, priorities)
         with jrb.debug():
             buffer.update_priority(state, batch, priorities)
+        own = jax.tree.map(jnp.copy, state)
+        jrb.jitted(buffer).update_priority(own, batch, np.asarray(priorities))
     with pytest.warns(jrb.PriorityWarning, match="1 priorities are"):
         buffer.update_priority(state, batch, priorities.at[0, 0].set(jnp.nan))
