@@ -302,12 +302,9 @@ class Remote:
             setups.check_real("update_priority: priorities", priorities.dtype)
         else:
             priorities = setups.copy_as_float32("update_priority: priorities", priorities)
-        entry = sample.info["shard"], sample.indices, sample.stamp, sample.mask, priorities
-        # Several anchors in an entry are sent as if each were an entry.
-        if sample.indices.ndim > 1:
-            shard = np.broadcast_to(np.asarray(entry[0])[:, None], sample.indices.shape)
-            entry = shard, sample.indices, sample.stamp, steps.has_item(sample), priorities
-            entry = tuple(array.reshape(-1) for array in entry)
+        # Of several anchors in an entry, each has its own flag, as some entries have fewer.
+        mask = sample.mask if sample.indices.ndim == 1 else steps.has_item(sample)
+        entry = sample.info["shard"], sample.indices, sample.stamp, mask, priorities
         self._unsent_updates.append(copy_arrays(entry))
         self._send_updates(all_of_them=False)
 

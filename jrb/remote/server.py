@@ -201,7 +201,7 @@ class Server:
             data=none,
             indices=jax.numpy.asarray(indices),
             probabilities=none,
-            weights=none,
+            weights=jax.numpy.asarray(mask, np.float32),  # 0 where an entry lacks an anchor
             mask=jax.numpy.asarray(mask),
             info={},
             stamp=jax.numpy.asarray(stamp - self._stamp_offset),

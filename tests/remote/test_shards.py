@@ -9,8 +9,8 @@ import pytest
 from scipy import stats
 
 import jrb
+from jrb.remote import client, gate, serve
 from jrb.remote import draws as drawing
-from jrb.remote import gate, serve
 from jrb.remote import setup as setups
 from jrb.remote.draws import ShardFacts
 from jrb.remote.server import Server
@@ -70,6 +70,7 @@ class SingleProcess:
     """Ray in this process: calls run at once, and references are their results."""
 
     get = staticmethod(lambda found: found)
+    wait = staticmethod(lambda calls, timeout: (calls, []))
 
     @staticmethod
     def actor(server):
@@ -79,7 +80,20 @@ class SingleProcess:
         call = lambda name: types.SimpleNamespace(
             remote=method(name), options=lambda **_: call(name)
         )
-        return types.SimpleNamespace(facts=call("facts"), draw=call("draw"))
+        return types.SimpleNamespace(
+            **{name: call(name) for name in ("facts", "draw", "extend", "update")}
+        )
+
+
+def in_this_process(monkeypatch, made, example, shards):
+    """Returns a `Remote` whose servers, one for each stream, are in this process."""
+    for module in (drawing, gate):
+        monkeypatch.setattr(module, "ray", lambda: SingleProcess)
+    options = {"path": None, "seed": 0, "save_every": None, "in_flight": 4}
+    spec = setups.spec_of_example(made, example)
+    own = Setup(made, spec, shards, shards, **options, on_cpu=False, wide=False)
+    servers = [Server(own, shard) for shard in range(shards)]
+    return client.Remote(own, [SingleProcess.actor(lambda one=one: one) for one in servers], None)
 
 
 def test_a_batch_is_whole_where_a_shard_was_begun_anew_after_it_said_what_it_holds(monkeypatch):
@@ -156,3 +170,33 @@ def test_draws_are_in_proportion_over_all_shards(cluster):
             for row in np.asarray(again.data["id"]).tolist()
         ]
         np.testing.assert_allclose(again.probabilities, likely, rtol=1e-5)
+
+
+TOKENS = {"token": np.int32(0), "next": {"done": np.bool_(False)}}
+
+
+@pytest.mark.parametrize(("shards", "size"), [(1, 4)])
+def test_packed_rows_of_servers_are_those_of_one_buffer(monkeypatch, shards, size):
+    sampler = jrb.Prioritized(alpha=1.0, beta=0.7, eps=0.0)
+    made = jrb.ReplayBuffer(80, batch_size=size, unit=jrb.Packed(16, 4), sampler=sampler)
+    remote, masses = in_this_process(monkeypatch, made, TOKENS, shards), {}
+    for stream in range(shards):
+        lengths = np.array([3, 7, 5, 9, 4])
+        starts, token = lengths.cumsum() - lengths, np.arange(28, dtype=np.int32) + 100 * stream
+        items = {"token": token, "next": {"done": np.isin(np.arange(1, 29), lengths.cumsum())}}
+        remote.extend(items, stream=stream)
+        masses |= dict.fromkeys(token[starts].tolist(), 1.0)
+    for number in range(5):
+        batch = jax.device_get(remote.sample())
+        real, first = batch.weights > 0, batch.data["token"][batch.info["is_first"]]
+        assert real.any(axis=1).all() and not real.all()
+        total = sum(masses.values())
+        np.testing.assert_allclose(
+            batch.probabilities[real], np.array([masses[one] for one in first]) / total, rtol=1e-5
+        )
+        want = (batch.probabilities[real] / batch.probabilities[real].min()) ** -0.7
+        np.testing.assert_allclose(batch.weights[real], want, rtol=1e-5)
+        priorities = np.full(real.shape, np.nan, np.float32)
+        priorities[real] = first % 10 + number
+        remote.update_priority(batch, priorities)
+        masses |= {one: float(one % 10 + number) for one in first.tolist()}
