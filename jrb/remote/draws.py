@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core.eager import explain_no_draw
-from jrb._core.steps import drawable_anchors
+from jrb._core.steps import drawable_anchors, has_item
 from jrb._xla.compiling import by_description
 from jrb.authoring import context_of
 from jrb.buffer import ReplayBuffer
@@ -85,7 +85,7 @@ def combine_parts(
     if not isinstance(sampler, ShardedSampler):
         return batch
     # Masked items get a probability of 1, so that the minimum ignores them.
-    is_real = batch.mask.reshape(len(batch.mask), -1).any(axis=1)
+    is_real = has_item(batch)
     probabilities = np.where(is_real, batch.probabilities, 1).astype(np.float64)
     # Divide by the probability that has weight 1: that of a uniform draw, or the least.
     divisor = 1 / sum(one.anchors for one in each)

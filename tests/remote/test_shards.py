@@ -175,7 +175,7 @@ def test_draws_are_in_proportion_over_all_shards(cluster):
 TOKENS = {"token": np.int32(0), "next": {"done": np.bool_(False)}}
 
 
-@pytest.mark.parametrize(("shards", "size"), [(1, 4)])
+@pytest.mark.parametrize(("shards", "size"), [(1, 4), (2, 4), (2, 6)])
 def test_packed_rows_of_servers_are_those_of_one_buffer(monkeypatch, shards, size):
     sampler = jrb.Prioritized(alpha=1.0, beta=0.7, eps=0.0)
     made = jrb.ReplayBuffer(80, batch_size=size, unit=jrb.Packed(16, 4), sampler=sampler)
