@@ -245,9 +245,9 @@ class Server:
                 seed = [self._setup.seed, number + step]
                 counts = draws.divide_batch(facts, batch_size, seed) if has_enough else None
                 parts.append((counts[self._shard] if counts else 0, [*seed, self._shard]))
-        # A multiple of B / 8 is drawn, and a part of it kept, so that few sizes are compiled. A
-        # sampler that consumes would lose the others.
-        step = 1 if self._buffer.sampler.consumes else max(1, batch_size // 8)
+        # Of parts, a multiple of B / 8 is drawn, and a part of it kept, so that few sizes are
+        # compiled. A sampler that consumes would lose the others.
+        step = max(1, batch_size // 8) if each and not self._buffer.sampler.consumes else 1
         try:
             batches = [
                 self._start_draw(-(-count // step) * step, beta)

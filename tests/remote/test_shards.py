@@ -200,3 +200,13 @@ def test_packed_rows_of_servers_are_those_of_one_buffer(monkeypatch, shards, siz
         priorities[real] = first % 10 + number
         remote.update_priority(batch, priorities)
         masses |= {one: float(one % 10 + number) for one in first.tolist()}
+
+
+@pytest.mark.parametrize("size", [25, 30, 35])
+def test_a_server_gives_whole_groups(monkeypatch, size):
+    made = jrb.ReplayBuffer(80, batch_size=size, sampler=jrb.Grouped("token", 20, 5))
+    remote = in_this_process(monkeypatch, made, TOKENS, 1)
+    token = np.arange(60, dtype=np.int32) % 12
+    remote.extend({"token": token, "next": {"done": np.zeros(60, bool)}}, stream=0)
+    group = np.asarray(remote.sample().data["token"]).reshape(-1, 5)
+    assert (group == group[:, :1]).all()
