@@ -36,8 +36,8 @@ def measure_shard(buffer: ReplayBuffer, state: BufferState) -> tuple[Any, ...]:
     """Returns the fields of a shard's `ShardFacts` as arrays; `state` needs no storage."""
     context, sampler = context_of(buffer, state.writer), buffer.sampler
     anchors = drawable_anchors(buffer, state)
-    # Such a sampler has only one shard: every mass above 0 serves, here the number of anchors.
-    if not isinstance(sampler, ShardedSampler):
+    # Such samplers have only one shard: every mass above 0 serves, here the number of anchors.
+    if sampler.reads is not None or not isinstance(sampler, ShardedSampler):
         return anchors.count, jnp.float32(jnp.inf), anchors.count, context.held.size
     stats = sampler.stats(buffer.ring, state.sampler, anchors)
     return stats.mass, stats.min_mass, stats.num_anchors, context.held.size

@@ -210,3 +210,15 @@ def test_a_server_gives_whole_groups(monkeypatch, size):
     remote.extend({"token": token, "next": {"done": np.zeros(60, bool)}}, stream=0)
     group = np.asarray(remote.sample().data["token"]).reshape(-1, 5)
     assert (group == group[:, :1]).all()
+
+
+def test_a_server_says_that_no_weight_is_above_0(monkeypatch):
+    nothing = jrb.Weighted(lambda leaves, age, context: jnp.zeros(age.shape[0]))
+    for sampler in (nothing, jrb.Grouped("token", 9, 1, nothing)):
+        made = jrb.ReplayBuffer(80, batch_size=4, sampler=sampler)
+        remote = in_this_process(monkeypatch, made, TOKENS, 1)
+        remote.extend(
+            {"token": np.arange(3, dtype=np.int32), "next": {"done": np.ones(3, bool)}}, stream=0
+        )
+        with pytest.raises(ValueError, match="no anchor with a weight above 0"):
+            remote.sample()
