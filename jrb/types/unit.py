@@ -234,8 +234,8 @@ class Unit(abc.ABC):
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Returns the state of the emptied buffer. Writes to arrays must wait for `token`, a zero.
 
-        By default sets `cursor()` and `tally()` fields to 0 (`jrb.authoring.empty_state`), and raises
-        MissingMethodError if the state has other arrays, for which there is no default.
+        By default sets `cursor()` and `tally()` fields to 0 (`jrb.authoring.empty_state`), and
+        raises MissingMethodError if the state has other arrays, for which there is no default.
         """
         # Leave out the marked fields, which are set to 0: no other array has a default.
         nothing: Any = None
