@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._core.steps import drawable_anchors
+from jrb._core.steps import anchors_to_draw, count_draw
 from jrb._xla import random_bits
 from jrb._xla.compiling import by_description
 from jrb.authoring import checks
@@ -31,8 +31,8 @@ def draws(
     The function draws `n` anchors in batches of `batch_size` (256 if the buffer has none), without
     reading items. For `Prioritized`, an anchor's expectation is its share of the mass; for
     `Uniform`, all anchors have the same. For other samplers, and for units whose anchors cover
-    several slots, it is the probability that the draws report. Samplers that consume items have no
-    expectation, so only counts are shown.
+    several slots, it is the probability that the draws report. Samplers that consume items, or draw
+    groups, have no expectation, so only counts are shown.
 
     A chi-square test over groups of anchors, of at least 10 expected draws each, decides if the
     difference can be due to chance. Draws that are stratified, or without replacement in a batch,
@@ -42,7 +42,7 @@ def draws(
         buffer: the buffer.
         state: its state. It is only read: draws of a consuming sampler change a copy.
         key: a PRNG key. It is consumed.
-        n: the number of draws, at least 1.
+        n: the number of draws, at least 1; `Grouped` rounds it up to whole groups.
         ax: the matplotlib axes to replace by the plot; None for a new figure.
 
     Returns:
@@ -71,14 +71,16 @@ def draws(
         more = f"of {canvas.count(int(buffer.size(state)), 'item')} that the buffer holds"
         return canvas.draw_text("There is nothing to draw", more, ax, "plot.draws")
     # Draw full batches in one scan, then the remaining draws as one smaller batch.
-    size = min(int(n), buffer.batch_size or _BATCH)
+    whole = lambda count: count + -count % getattr(buffer.sampler, "per_group", 1)
+    size = whole(min(int(n), buffer.batch_size or _BATCH))
     keys = jax.random.split(key, n // size + 1)
-    # Without the storage, items cannot be read by mistake.
-    sampler, light = state.sampler, state.replace(storage=None)
+    # Without the storage, items cannot be read by mistake; a few samplers read leaves.
+    sampler = state.sampler
+    light = state if buffer.sampler.reads else state.replace(storage=None)
     counts = jnp.zeros(buffer.capacity, jnp.int32), jnp.zeros(buffer.capacity, jnp.float32)
     sampler, counts = _count_draws(buffer, light, sampler, counts, keys[:-1], size)
     if n % size:
-        _, counts = _count_draws(buffer, light, sampler, counts, keys[-1:], n % size)
+        _, counts = _count_draws(buffer, light, sampler, counts, keys[-1:], whole(n % size))
     seen, reported = np.asarray(counts[0], np.int64), np.asarray(counts[1], np.float64)
     chances, source = _expected_chances(buffer, state, reported)
     row = Row(2.7, [lambda *at: _plot_counts(buffer, seen, chances, source, *at)])
@@ -90,11 +92,12 @@ def _count_draws(
     buffer: Buffer, state: BufferState, sampler: Any, counts: Any, keys: jax.Array, size: int
 ) -> Any:
     """Draws a batch per key; returns the sampler's state, and counts and chances by slot."""
-    anchors = drawable_anchors(buffer, state)
 
     def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
         sampler, (seen, reported) = carry
+        anchors = anchors_to_draw(buffer, state.replace(sampler=sampler), None)
         sampler, draw = buffer.sampler.draw(buffer.ring, sampler, anchors, key, size, None)
+        sampler, draw = count_draw(buffer, sampler, draw)
         # Drop padding, by an index beyond the last slot.
         slots = jnp.where(draw.mask & (draw.probabilities > 0), draw.slots, buffer.capacity)
         seen = seen.at[slots].add(1, mode="drop")
@@ -109,8 +112,9 @@ def _expected_chances(
 ) -> tuple[np.ndarray | None, str]:
     """Returns the chance of each slot, float64 `[N]` or None, and a text on its source."""
     sampler = buffer.sampler
-    if sampler.consumes:
-        return None, f"{type(sampler).__name__} uses anchors up: there is no expectation"
+    if sampler.consumes or sampler.reads_written:
+        why = "uses anchors up" if sampler.consumes else "draws groups"
+        return None, f"{type(sampler).__name__} {why}: there is no expectation"
     if isinstance(sampler, Prioritized):
         masses = facts.masses_of(buffer, state, np.asarray(buffer.priorities(state)))
         if masses.sum() > 0:

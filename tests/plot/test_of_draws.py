@@ -10,6 +10,7 @@ import pytest
 import jrb
 from jrb.plot import of_draws
 from tests.plot import buffers, pictures
+from tests.samplers import weights
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +30,12 @@ SAMPLERS = {
     "prioritized": (jrb.Prioritized(stratified=False), jrb.Transition(), "as far", "mass"),
     "stratified": (jrb.Prioritized(), jrb.Transition(), "closer", "stratified"),
     "distinct": (jrb.Uniform(replacement=False), jrb.Transition(), "closer", "no replacement"),
+    "weighted": (
+        jrb.Weighted(weights.by_reward, (("next", "reward"),)),
+        jrb.Transition(),
+        "as far",
+        "probabilities",
+    ),
 }
 
 
@@ -88,6 +95,21 @@ def test_samplers_that_consume_have_no_expectation_and_keep_their_state(sampler)
     chex.assert_trees_all_equal(before, state.sampler)
     assert pictures.titles(figure) == ["20 draws of 20 anchors, none more than 1 time"]
     assert "there is no expectation" in " ".join(pictures.words(figure))
+
+
+@pytest.mark.parametrize("size", [None, 6])
+def test_groups_are_drawn_whole(size):
+    sampler = jrb.Grouped("key", 9, 3, jrb.Weighted(lambda leaves, age, context: age[:, 0] + 1))
+    buffer, state = jrb.from_items({"key": jnp.arange(30) % 5}, sampler=sampler, batch_size=size)
+    figure = jrb.plot.draws(buffer, state, KEY, 100)
+    assert pictures.titles(figure)[0].startswith("102 draws of 15 anchors")
+    assert "Grouped draws groups" in " ".join(pictures.words(figure))
+
+
+def test_limits_of_draws_hold():
+    buffer, state = jrb.from_items({"x": jnp.arange(30)}, sampler=jrb.Prioritized(max_draws=2))
+    title = pictures.titles(jrb.plot.draws(buffer, state, KEY, 1000))[0]
+    assert title.startswith("60 draws of 30 anchors, none more than 2 times")
 
 
 def test_little_to_draw():
