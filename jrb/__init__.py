@@ -6,6 +6,7 @@ from jrb._util.public import PublicNames, lazy
 
 if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers export them
     from jrb import checkpoint as checkpoint
+    from jrb import compat as compat
     from jrb import datasets as datasets
     from jrb import interop as interop
     from jrb import layouts as layouts
@@ -87,7 +88,7 @@ _HOMES = {
     "buffer": "ReplayBuffer from_items",
     "checkpoint": "checkpoint",
     "checkpoint.api": "load save",
-    "compat": "to_torch",
+    "compat": "compat to_torch",
     "datasets": "datasets",
     "environments": "from_brax from_gymnasium from_gymnax from_jaxmarl transition",
     "interop": "interop",

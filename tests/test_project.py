@@ -176,7 +176,7 @@ def test_no_function_has_the_name_of_a_module():
 @pytest.mark.slow
 def test_a_bare_import_is_without_jax():
     code = "import jrb, sys; assert 'jax' not in sys.modules and 'load' in dir(jrb)"
-    code += "; import jrb.checkpoint; jrb.rebuild, jrb.datasets; from jrb import *; load, ring"
+    code += "; import jrb.checkpoint; jrb.rebuild, jrb.compat.flashbax; from jrb import *; ring"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=ROOT.parent)
 
 

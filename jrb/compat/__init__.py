@@ -1,11 +1,21 @@
 """Interfaces of other libraries to jrb's buffers, and batches as PyTorch tensors."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from jrb._util.public import PublicNames, lazy
 from jrb.authoring import casting, leaf_name, require
+
+if TYPE_CHECKING:
+    from jrb.compat import flashbax as flashbax
+
+__all__ = ["flashbax", "to_torch"]
+__dir__: PublicNames = lambda: __all__
+
+if not TYPE_CHECKING:  # or every misspelt name would have a type
+    __getattr__ = lazy(__name__, {"flashbax": "jrb.compat.flashbax"})
 
 
 def to_torch(batch: Any, *, copy: bool = False) -> Any:
