@@ -150,6 +150,23 @@ def test_a_new_buffer_has_the_rows_and_ends_of_the_episodes(storage, length):
     assert int(larger.size(state)) == len(found.slots)
 
 
+def test_a_dataset_is_copied_into_a_new_buffer(tmp_path):
+    buffer, state, _ = filled(20)
+    jrb.save(tmp_path / "saved", buffer, state)
+    found = jrb.datasets.open(tmp_path / "saved").where(min_length=2)
+    new, copied = found.to_buffer(batch_size=5, sampler=jrb.Prioritized())
+    assert (new.capacity, new.num_envs, new.batch_size) == (found.transitions, None, 5)
+    for leaf, *parts in zip(*map(jax.tree.leaves, [jrb.items(new, copied), *found]), strict=True):
+        np.testing.assert_array_equal(leaf, np.concatenate(parts))
+    new, copied = found.to_buffer(capacity=100, num_envs=2)
+    row = jax.tree.map(lambda leaf: leaf[:2], jrb.items(new, copied))
+    assert int(new.size(new.add(copied, row))) == found.transitions + 2
+    with pytest.raises(ValueError, match="at least one step"):
+        found.where("length > 99").to_buffer()
+    with pytest.raises(ValueError, match="capacity: expected at least"):
+        found.to_buffer(capacity=2)
+
+
 def test_units_that_need_whole_episodes_refuse_incomplete_ones():
     buffer, state, every = filled(20)
     found, whole = (

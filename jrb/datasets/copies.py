@@ -113,8 +113,6 @@ def fill_buffer(
 ) -> tuple[ReplayBuffer, BufferState]:
     """Returns a buffer with all steps of a dataset, and its state; see `Dataset.buffer`."""
     # Check the arguments before anything is read or written.
-    if num_envs is not None:
-        checks.count("num_envs", num_envs)
     for name in ("capacity", "writer"):
         if name in parts:
             raise TypeError(
@@ -123,12 +121,10 @@ def fill_buffer(
             )
     is_right, expected = root is None or cache, "None without cache=True, which it is for"
     check(is_right, "buffer: root", expected, repr(root))
-    # Choose a writer with which all environments need not be equally full, if their streams differ.
-    flow = deal_episodes(dataset, num_envs)
-    check(flow.rows, "buffer", "at least one step", f"none in {dataset!r}")
-    writer = ReadOnly(RoundRobin() if flow.is_even else PerEnvironment())
-    options = {"storage": storage or DeviceStorage(), "cast": True, **parts, "writer": writer}
-    buffer = ReplayBuffer(flow.rows * (num_envs or 1), num_envs, **options)
+    flow, options = _deal_to_buffer(dataset, num_envs, "buffer")
+    options |= {"storage": storage or DeviceStorage(), **parts}
+    options["writer"] = ReadOnly(options["writer"])
+    buffer = ReplayBuffer(**options)
     if cache:
         copy_buffer, state = _open_cached(dataset, flow, buffer, root, show)
         if storage is None:
@@ -139,11 +135,35 @@ def fill_buffer(
         path = os.fspath(storage.path)
         return buffer, _make_copy(flow, buffer, path, _digest(dataset, num_envs), show)
     # All other storages are filled at once.
-    writing = writable(buffer)
-    state = writing.init(dataset.spec)
-    for state, _, _ in write_streams(flow, writing, state, 0, show):  # noqa: B007, B020
+    return buffer, _fill(flow, writable(buffer), show)
+
+
+def fill_writable(dataset: Any, parts: dict[str, Any]) -> tuple[ReplayBuffer, BufferState]:
+    """Returns a buffer that can be written to with all steps; see `Dataset.to_buffer`."""
+    flow, options = _deal_to_buffer(dataset, parts.get("num_envs"), "to_buffer")
+    buffer, size = ReplayBuffer(**(options | parts)), options["capacity"]
+    check(buffer.capacity >= size, "capacity", f"at least {size}", f"{buffer.capacity}")
+    return buffer, _fill(flow, writable(buffer), None)
+
+
+def _deal_to_buffer(dataset: Any, num_envs: int | None, who: str) -> tuple[Streams, dict[str, Any]]:
+    """Returns the streams of a buffer, and the arguments of `jrb.ReplayBuffer` that fit them."""
+    if num_envs is not None:
+        checks.count("num_envs", num_envs)
+    flow = deal_episodes(dataset, num_envs)
+    check(flow.rows, who, "at least one step", f"none in {dataset!r}")
+    # Choose a writer with which all environments need not be equally full, if their streams differ.
+    writer = RoundRobin() if flow.is_even else PerEnvironment()
+    size = flow.rows * (num_envs or 1)
+    return flow, {"capacity": size, "num_envs": num_envs, "writer": writer, "cast": True}
+
+
+def _fill(flow: Streams, buffer: ReplayBuffer, show: bool | None) -> BufferState:
+    """Returns the state of a new buffer to which all rows were written."""
+    state = buffer.init(flow.datasets[0].spec)
+    for state, _, _ in write_streams(flow, buffer, state, 0, show):  # noqa: B007, B020
         pass
-    return buffer, state
+    return state
 
 
 def _open_cached(

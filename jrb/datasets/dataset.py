@@ -266,6 +266,19 @@ class Dataset(Queries, Sequence[Episode]):
         return copies.fill_buffer(selection, storage, num_envs, cache, root, progress, parts)
 
     @escape_errors()
+    def to_buffer(self, **parts: Any) -> tuple[ReplayBuffer, BufferState]:
+        """Returns a new buffer that holds all steps and can be written to, and its state.
+
+        Args:
+            parts: arguments of `jrb.ReplayBuffer`. By default, the capacity is the number of steps,
+                and all else is as for `buffer`, but for the writer, which is not read-only.
+
+        Raises:
+            ValueError: there are no steps, or they do not fit the capacity.
+        """
+        return copies.fill_writable(self, parts)
+
+    @escape_errors()
     def preprocess(
         self,
         function: Callable[[Episode], Any],
