@@ -364,7 +364,7 @@ def _convert_in_place(
 
 
 def _keeps_index(buffer: ReplayBuffer, state: BufferState, old: Item, new: Item) -> bool:
-    """Returns True if a conversion changes no leaf from which unit or writer have learned."""
+    """Returns True if a conversion changes no leaf from which a part of the buffer has learned."""
     # The index does not depend on the contents of objects.
     if buffer.storage.of_objects:
         return True
@@ -372,10 +372,11 @@ def _keeps_index(buffer: ReplayBuffer, state: BufferState, old: Item, new: Item)
         dict(zip(pytree.leaf_names(tree), map(casting.raw, jax.tree.leaves(tree)), strict=True))
         for tree in (old, new)
     )
-    # Collect the names of leaves that mark ends of episodes, or by which the writer ranks items.
-    names: set[str] = set()
+    # Collect the names of leaves that the sampler has read, that mark ends of episodes, or by which
+    # the writer ranks items.
+    names = {*steps.leaves_read(buffer, old, buffer.sampler.reads_written)}
     if not buffer.unit.one_row:
-        names = {*buffer.keys.flags(old), *buffer.keys.flags(new)}
+        names |= {*buffer.keys.flags(old), *buffer.keys.flags(new)}
     if state.numbers is not None and buffer.keys.episode is not None:
         names.add(path_name(buffer.keys.episode))
     for name in {*before, *after}:

@@ -322,6 +322,17 @@ def test_a_state_is_saved_loaded_and_rebuilt(tmp_path):
         assert set(mine.tolist()) == set(want[want >= 10][-4:].tolist())
 
 
+def test_a_conversion_of_the_key_makes_the_groups_again():
+    grouped = jrb.Grouped("prompt", 5, 2)
+    buffer, state = jrb.from_items(items_of([1, 2, 3, 1]), sampler=grouped, batch_size=20)
+    for shift in (0, 5):
+        convert = lambda item: {**item, "prompt": item["prompt"] + shift}  # noqa: B023
+        batch = buffer.sample(jrb.rebuild(buffer, state, buffer, convert=convert), KEY)
+        group, prompt = (it[batch.mask] for it in (batch.info["group"], batch.data["prompt"]))
+        assert group.tolist() == prompt.tolist()
+        assert set(group.tolist()) == {1 + shift, 2 + shift, 3 + shift}
+
+
 def test_empty_and_dtypes():
     example = {"task": jnp.uint8(0), "x": jnp.bfloat16(0)}
     buffer = jrb.ReplayBuffer(6, sampler=jrb.Grouped("task", 3, 2), batch_size=2)
