@@ -136,6 +136,8 @@ class Queries(abc.ABC):
     def sort(self, key: str | Callable[[Any], Any], *, descending: bool = False) -> Self:
         """Returns the episodes in the order of a key; those with equal keys keep their order.
 
+        Keys that are NaN come last.
+
         Args:
             key: the name of a fact, as in `where`; or a function from an episode to the value that
                 is compared, which may read items.
@@ -152,7 +154,9 @@ class Queries(abc.ABC):
                 keys = read_fact(episodes._facts_of_each(), key, "sort").tolist()
             else:
                 keys = [key(episodes[number]) for number in range(len(episodes))]
-            order = sorted(range(len(keys)), key=keys.__getitem__, reverse=descending)
+            # Comparisons with NaN are all False, and would leave the others in no order.
+            rank = lambda number: ((keys[number] != keys[number]) != descending, keys[number])
+            order = sorted(range(len(keys)), key=rank, reverse=descending)
             return np.asarray(order, np.int64)
 
         return self._choose(find)

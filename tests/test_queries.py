@@ -86,6 +86,20 @@ def test_best_and_sort_follow_python(length):
     assert found.sort("length")[-1].length == max(it.length for it in every)
 
 
+@pytest.mark.parametrize("descending", [False, True])
+def test_returns_that_are_nan_come_last(descending):
+    returns = [3, np.nan, 1, 7, np.nan, 2, 5, 0, 6]
+    rewards = {"reward": jnp.array(returns), "done": jnp.ones(9, bool)}
+    found = jrb.episodes(*jrb.from_items({"next": rewards}))
+    key = lambda episode: float(episode.return_)
+    for one in ("return", key):
+        order = [int(it.slots[0]) for it in found.sort(one, descending=descending)]
+        real = [7, 2, 5, 0, 6, 8, 3]
+        assert order == [*(real[::-1] if descending else real), 1, 4]
+    assert found.best(1.0)[0].return_ == 3
+    assert [float(it.return_) for it in found.best(0.25)] == [7, 6]
+
+
 def test_slots_are_those_of_the_episodes():
     buffer, state, every = filled(13, unit=jrb.NStep(2, 0.9), sampler=jrb.Prioritized())
     found = jrb.episodes(buffer, state).where(min_length=2)
