@@ -24,6 +24,8 @@ ROOMS = (
     "jrb.testing",
     "jrb.transforms",
     "jrb.types",
+    "jrb.authoring",
+    "jrb.keys",
 )
 """Where public names are imported from; the first that has a name is where it is documented."""
 

@@ -41,6 +41,7 @@ INDEX = "uint32" if _IS_RECENT else "int32"
 
 
 def enable_x64() -> AbstractContextManager[Any]:
+    """Returns a context in which JAX keeps dtypes of 64 bits."""
     return _find_setting("enable_x64")(True)
 
 
