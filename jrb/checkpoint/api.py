@@ -4,6 +4,7 @@ import atexit
 import dataclasses
 import functools
 import importlib
+import numbers
 import os
 from collections.abc import Callable
 from types import EllipsisType, ModuleType
@@ -132,7 +133,7 @@ def _check_options(layout: str, compression: Any, keep: int, out: ItemOptions) -
         raise ValueError("encode: expected None with items=False, which writes no items.")
     if layout not in ("native", "h5"):
         raise ValueError(f"layout: expected 'native' or 'h5', got {layout!r}.")
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+    if isinstance(keep, bool) or not isinstance(keep, numbers.Integral) or keep < 0:
         raise ValueError(f"keep: expected a number of at least 0, got {keep!r}.")
     if layout == "native" and compression is not None:
         raise ValueError("compression: expected none with layout='native'. It is for layout='h5'.")

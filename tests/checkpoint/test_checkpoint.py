@@ -336,7 +336,7 @@ def test_no_checkpoint_there(tmp_path):
 def test_generations(tmp_path):
     buffer, state = filled()
     for number in range(4):
-        jrb.save(tmp_path, buffer, state, keep=2)
+        jrb.save(tmp_path, buffer, state, keep=np.int64(2))
         sizes = int(buffer.size(state))
         state = buffer.empty(state) if number == 2 else state
     assert checkpoint.generations(tmp_path) == [2, 3, 4]
