@@ -619,15 +619,6 @@ def find_damages(path: str, progress: Progress = no_progress) -> list[str]:
     return list(dict.fromkeys([*lines, *(line for *_, line in sorted(damaged))]))
 
 
-def check_free(path: str) -> None:
-    """Raises `ValueError` if files of other programs prevent a save to a path; writes nothing."""
-    files.check_links(path)
-    if os.path.isdir(path):
-        commits.check_folder(Folder(path))
-    elif os.path.lexists(path):
-        raise ValueError(f"{path}: expected a folder, or nothing, found a file. Move it away.")
-
-
 def store_at(path: str) -> BlockStore | None:
     """Returns the store at a path that this process writes; None if there is none."""
     return writing.get(os.path.realpath(path))

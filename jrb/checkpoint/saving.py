@@ -22,7 +22,6 @@ import jax.core
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jrb._store import block_store
 from jrb._store.block_store import BlockStore, Source
 from jrb._store.blocks import checksum_of, is_zero, rows_per_block
 from jrb._store.commits import SmallArray
@@ -393,7 +392,6 @@ class SaveJob:
                 self._store = self._own.store
                 self._store.ensure_writer()
             elif is_leader:
-                block_store.check_free(self._path)
                 self._store = BlockStore.open_to_save(self._path)
 
         try:

@@ -200,7 +200,7 @@ def test_small_arrays_and_metadata_are_as_they_were(path):
 
 def test_a_folder_of_somebody_else_is_left_alone(folder):
     (folder / "thesis.tex").write_text("...")
-    for act in (BlockStore.create, BlockStore.open_to_save, block_store.check_free):
+    for act in (BlockStore.create, BlockStore.open_to_save):
         with pytest.raises(ValueError, match=r"thesis\.tex"):
             act(str(folder))
         assert os.listdir(folder) == ["thesis.tex"]
@@ -210,7 +210,7 @@ def test_a_folder_of_somebody_else_is_left_alone(folder):
     saved(str(path))  # other files may be beside a checkpoint
     assert (path / "manifest.json").read_text() == "{}"
     (folder / "file").write_text("...")
-    for act in (BlockStore.create, BlockStore.open_to_save, block_store.check_free):
+    for act in (BlockStore.create, BlockStore.open_to_save):
         with pytest.raises(ValueError, match="found a file"):
             act(str(folder / "file"))
 
@@ -224,7 +224,7 @@ def test_a_folder_of_somebody_else_with_our_name_is_left_alone(name, has_lock, f
     (folder / "arrays" / name).write_text("...")
     if has_lock:
         (folder / "lock").write_text("")
-    for act in (BlockStore.create, BlockStore.open_to_save, block_store.check_free):
+    for act in (BlockStore.create, BlockStore.open_to_save):
         with pytest.raises(ValueError, match="arrays"):
             act(str(folder))
     assert (folder / "arrays" / name).read_text() == "..."
@@ -276,12 +276,11 @@ def test_what_is_not_there_is_an_error_that_says_so(path, folder):
             act(path)
         with pytest.raises(FileNotFoundError, match="found none there"):
             act(str(folder))
-    block_store.check_free(path)
     saved(path)
     with pytest.raises(FileNotFoundError, match=r"expected generation 5, found \[1\].*keep=n"):
         BlockStore.open_to_read(path, 5)
     os.symlink(folder / "gone", folder / "link")
-    for act in (BlockStore.create, BlockStore.open_to_save, block_store.check_free):
+    for act in (BlockStore.create, BlockStore.open_to_save):
         with pytest.raises(FileNotFoundError, match="broken link"):
             act(str(folder / "link" / "store"))
 
