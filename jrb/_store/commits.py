@@ -213,10 +213,6 @@ class Generation:
     large: dict[str, Table]
     identity: tuple[int, int] | None = None
 
-    @property
-    def name(self) -> str:
-        return generation_name(self.number)
-
 
 def write_generation(folder: Folder, one: Generation) -> tuple[int, int]:
     """Writes the file of a generation under its name; only `Folder.sync` makes it durable.
@@ -239,7 +235,7 @@ def write_generation(folder: Folder, one: Generation) -> tuple[int, int]:
     head = {"format": FORMAT, "version": VERSION, "size": len(text), "sum": zlib.crc32(text)}
     first = json.dumps(head, separators=(",", ":")).encode() + b"\n"
     folder.write_new(NEW, [first, text, *data])
-    folder.replace(NEW, one.name)
+    folder.replace(NEW, generation_name(one.number))
     return one.number, head["sum"]
 
 

@@ -229,8 +229,15 @@ def _load_buffer(
         return buffer, state.replace(storage=storage)
     if isinstance(buffer.storage, CompressedStorage) and not form:
         return buffer, attach_rows(buffer, state, _load_compressed(checkpoint, buffer, spec), 0)
-    parts = read_pieces(checkpoint, buffer, state, spec, options)
-    if parts is None:
+    # Choose the source of the items.
+    if form.get("kind") == saving.LEFT_OUT:
+        slots = schema.held_slots(buffer, state.writer)
+        parts = _check_given_items(path, form, slots, spec, options.items)
+    elif form:
+        parts = _decode_pieces(checkpoint, spec, options.decode)
+    elif schema.is_on_host(buffer):
+        parts = _read_pieces_on_host(checkpoint, spec, buffer.capacity)
+    else:
         return buffer, state
     return buffer, restore_items(buffer, want, state, spec, parts, device)
 
@@ -277,25 +284,6 @@ def _load_compressed(checkpoint: OpenedCheckpoint, buffer: Buffer, spec: Item) -
 
 
 # The items of a buffer, in pieces.
-
-
-def read_pieces(
-    checkpoint: OpenedCheckpoint,
-    buffer: Buffer,
-    state: BufferState,
-    spec: Item,
-    options: LoadOptions,
-) -> Pieces | None:
-    """Returns the items that are not in the arrays of the state; None if there are none."""
-    form = checkpoint.meta.get("form") or {}
-    if form.get("kind") == saving.LEFT_OUT:
-        slots = schema.held_slots(buffer, state.writer)
-        return _check_given_items(checkpoint.path, form, slots, spec, options.items)
-    if form:
-        return _decode_pieces(checkpoint, spec, options.decode)
-    if schema.is_on_host(buffer):
-        return _read_pieces_on_host(checkpoint, spec, buffer.capacity)
-    return None
 
 
 def split_items(slots: np.ndarray, leaves: list[np.ndarray], spec: Item) -> Pieces:

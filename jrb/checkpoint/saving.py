@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -152,7 +153,7 @@ def encode_items(saved: Snapshot, encode: Hook) -> tuple[dict[str, Any], Source]
     if not callable(encode):
         raise TypeError(f"encode: expected a function, got {encode!r}.")
     # Choose blocks whose rows are small enough before and after the encoding.
-    items, num_rows = ItemReader(saved), saved.count * saved.buffer.capacity
+    items, num_rows = ItemReader(saved), math.prod(saved.batch) * saved.buffer.capacity
     form, structure, width = _describe_encoding(encode, items.spec)
     block = rows_per_block(num_rows, max(pytree.nbytes(items.spec), width))
     reach = saved.views[0].rows.reach if saved.views else num_rows

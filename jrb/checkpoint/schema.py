@@ -181,11 +181,6 @@ class Snapshot:
     stored: PartState = None
 
     @property
-    def count(self) -> int:
-        """V, the number of buffers."""
-        return int(np.prod(self.batch, dtype=int))
-
-    @property
     def views(self) -> list[HostView]:
         """The view of its rows on the host, in a list; empty if items are elsewhere."""
         return [self.stored] if is_on_host(self.buffer) else []
