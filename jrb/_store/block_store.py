@@ -1,17 +1,8 @@
 """Named arrays in a folder, which are written in blocks and committed together.
 
 A store has a folder with a file for each array (`blocks.py`) and a file for each commit that is
-kept, a generation (`commits.py`). All that is written between two commits goes to positions of the
-files to which no kept generation refers, so after a crash nothing has to be undone, and the last
-commit is whole:
-
-1. The files of arrays that were written are synced.
-2. The file of the new generation is written under another name, and synced.
-3. It is renamed, and the folder is synced. From here on the commit has happened, and lasts.
-4. Older generations are removed, and the positions that only they referred to are free. A
-   generation that a reader has open stays until a later commit.
-
-One process may write, under a lock; any number may read.
+kept, a generation (`commits.py`). `README.md` says in which order a commit writes them, and why the
+last commit is whole after a crash. One process may write, under a lock; any number may read.
 """
 
 import base64
@@ -230,7 +221,6 @@ class BlockStore:
         self._find_used_positions()
 
     def _load_arrays(self, one: Generation) -> None:
-        """Makes the arrays those of a generation."""
         self.generation, self.meta, self.small = one.number, one.meta, one.small
         self.arrays, self.hashes, self._identity = {}, {}, one.identity
         for name, table in one.large.items():
@@ -536,7 +526,6 @@ class BlockStore:
             return number
 
     def _sync_arrays(self) -> None:
-        """Makes all that was written to the arrays durable."""
         if self.arrays:
             run_all([array.sync for array in self.arrays.values()])
         if self._num_files:

@@ -316,7 +316,6 @@ def open_newest(folder: Folder) -> OpenGeneration:
 
 
 def _read(file: int, path: str, number: int) -> Generation:
-    """Reads and checks the file of a generation."""
     total = os.fstat(file).st_size
     first, line, _ = os.pread(file, _LARGEST_HEAD, 0).partition(b"\n")
     # The first line has no checksum: it is short, and all values in it are checked.

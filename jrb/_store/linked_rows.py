@@ -66,7 +66,6 @@ class LinkedRows(SharedRows):
         ]
 
     def _read_repeating(self, number: int, slots: np.ndarray) -> np.ndarray:
-        """Returns the rows of a repeating array at slots."""
         rows = self._arrays[self._twins[number]].read_rows(self._shift(slots, 1))
         entries = self._entries_at(slots)
         own = entries.nonzero()[0]

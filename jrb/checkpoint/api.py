@@ -126,7 +126,6 @@ def save(
 
 
 def _check_options(layout: str, compression: Any, keep: int, out: ItemOptions) -> None:
-    """Raises unless the options of a save make sense."""
     if not isinstance(out.items, bool):
         raise TypeError(f"items: expected True or False, got {out.items!r}.")
     if out.encode is not None and not out.items:

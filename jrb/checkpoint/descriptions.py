@@ -173,7 +173,6 @@ def decode(node: Json, where: str = "buffer") -> Any:
 
 
 def _defaults_of(cls: Any) -> dict[str, Any]:
-    """Returns the defaults of a part's options that have one."""
     fields = dataclasses.fields(cls) if pytree.is_component(cls) else ()
     return {it.name: it.default for it in fields if it.default is not dataclasses.MISSING}
 

@@ -242,7 +242,6 @@ def _not_ours(path: str) -> ValueError:
 
 
 def _about(file: h5py.File) -> dict[str, Any]:
-    """Returns the metadata of the file."""
     kind, version = file.attrs.get("format"), file.attrs.get("version")
     if not isinstance(kind, str) or kind != FORMAT:
         raise _not_ours(file.filename)
@@ -354,7 +353,6 @@ def verify(path: str, progress: Progress = no_progress) -> list[str]:
 
 
 def _check_seal(path: str, progress: Progress = no_progress) -> None:
-    """Raises `ValueError` unless the seal of a file is valid."""
     with open(path, "rb") as sealed:
         whole = os.fstat(sealed.fileno()).st_size
         sealed.seek(max(0, whole - _SEAL.size))

@@ -210,7 +210,6 @@ def _load_buffer(
     device: Device,
     options: LoadOptions,
 ) -> tuple[Any, Any]:
-    """Returns the description and the state of one buffer."""
     path, meta = checkpoint.path, checkpoint.meta
     form, kind = meta.get("form") or {}, meta.get("kind")
     options.check(path, form)

@@ -339,7 +339,6 @@ class SaveJob:
     def _add_buffer(
         self, buffer: ReplayBuffer, state: BufferState, out: ItemOptions, prefix: str
     ) -> dict[str, Any]:
-        """Adds the arrays of the state of one buffer; returns its metadata."""
         saved = schema.snapshot(buffer, state)
         self.views += saved.views
         if not prefix and saved.lies_at(self._path):
@@ -523,7 +522,6 @@ class ProcessGroup:
             send(f"{place}/{self.number}/{number}", f"{len(pieces)}:{piece}")
 
     def _receive(self, place: str, process: int) -> dict[str, Any]:
-        """Waits for the message of a process, and returns it."""
         fetch: Any = self.fetch
         count, _, text = fetch(f"{place}/{process}/0").partition(":")
         for number in range(1, int(count)):
