@@ -67,7 +67,7 @@ class Queries(abc.ABC):
             max_length: the greatest one.
             complete: True for episodes that have ended and whose first row is there, False for all
                 others.
-            env: the number of an environment, or several; for buffers.
+            env: the number of an environment, or several; for buffers, and datasets that have it.
             since: only episodes that lie within the `since` newest rows of their environment; for
                 buffers.
             predicate: a function from an episode to true or false.

@@ -175,6 +175,11 @@ def test_a_dataset_is_copied_into_a_new_buffer(tmp_path):
     new, copied = found.to_buffer(capacity=100, num_envs=2)
     row = jax.tree.map(lambda leaf: leaf[:2], jrb.items(new, copied))
     assert int(new.size(new.add(copied, row))) == found.transitions + 2
+    assert (
+        len(found.where(env=1))
+        == len(found.where("env == 1"))
+        == sum(it.environment == 1 and it.length > 1 for it in jrb.episodes(buffer, state))
+    )
     with pytest.raises(ValueError, match="at least one step"):
         found.where("length > 99").to_buffer()
     with pytest.raises(ValueError, match="capacity: expected at least"):

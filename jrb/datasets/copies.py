@@ -121,7 +121,7 @@ def fill_buffer(
             )
     is_right, expected = root is None or cache, "None without cache=True, which it is for"
     check(is_right, "buffer: root", expected, repr(root))
-    flow, options = _deal_to_buffer(dataset, num_envs, "buffer")
+    flow, options = deal_to_buffer(dataset, num_envs, "buffer")
     options |= {"storage": storage or DeviceStorage(), **parts}
     options["writer"] = ReadOnly(options["writer"])
     buffer = ReplayBuffer(**options)
@@ -135,18 +135,10 @@ def fill_buffer(
         path = os.fspath(storage.path)
         return buffer, _make_copy(flow, buffer, path, _digest(dataset, num_envs), show)
     # All other storages are filled at once.
-    return buffer, _fill(flow, writable(buffer), show)
+    return buffer, fill_state(flow, writable(buffer), show)
 
 
-def fill_writable(dataset: Any, parts: dict[str, Any]) -> tuple[ReplayBuffer, BufferState]:
-    """Returns a buffer that can be written to with all steps; see `Dataset.to_buffer`."""
-    flow, options = _deal_to_buffer(dataset, parts.get("num_envs"), "to_buffer")
-    buffer, size = ReplayBuffer(**(options | parts)), options["capacity"]
-    check(buffer.capacity >= size, "capacity", f"at least {size}", f"{buffer.capacity}")
-    return buffer, _fill(flow, writable(buffer), None)
-
-
-def _deal_to_buffer(dataset: Any, num_envs: int | None, who: str) -> tuple[Streams, dict[str, Any]]:
+def deal_to_buffer(dataset: Any, num_envs: int | None, who: str) -> tuple[Streams, dict[str, Any]]:
     """Returns the streams of a buffer, and the arguments of `jrb.ReplayBuffer` that fit them."""
     if num_envs is not None:
         checks.count("num_envs", num_envs)
@@ -158,7 +150,7 @@ def _deal_to_buffer(dataset: Any, num_envs: int | None, who: str) -> tuple[Strea
     return flow, {"capacity": size, "num_envs": num_envs, "writer": writer, "cast": True}
 
 
-def _fill(flow: Streams, buffer: ReplayBuffer, show: bool | None) -> BufferState:
+def fill_state(flow: Streams, buffer: ReplayBuffer, show: bool | None) -> BufferState:
     """Returns the state of a new buffer to which all rows were written."""
     state = buffer.init(flow.datasets[0].spec)
     for state, _, _ in write_streams(flow, buffer, state, 0, show):  # noqa: B007, B020

@@ -27,6 +27,7 @@ from jrb.datasets.format import (
 )
 from jrb.datasets.formats.recorded import Recorded
 from jrb.datasets.reading.names import check
+from jrb.migrate import writable
 from jrb.queries import Facts, Queries
 from jrb.samplers import Uniform
 from jrb.state import BufferState
@@ -196,7 +197,9 @@ class Dataset(Queries, Sequence[Episode]):
     def _facts_of_each(self) -> Facts:
         own = {"length": lambda: self.lengths, "complete": lambda: self.complete}
         own |= {"return": self.returns} if "reward" in self.spec["next"] else {}
-        return {name: functools.partial(self.facts.get, name) for name in self.facts} | own
+        facts = {name: functools.partial(self.facts.get, name) for name in self.facts} | own
+        # As episodes of a buffer have it.
+        return facts | ({"env": facts["environment"]} if "environment" in facts else {})
 
     def _choose(self, find: Callable[[Any], np.ndarray]) -> Self:
         return self.only(self.numbers[find(self)])
@@ -276,7 +279,10 @@ class Dataset(Queries, Sequence[Episode]):
         Raises:
             ValueError: there are no steps, or they do not fit the capacity.
         """
-        return copies.fill_writable(self, parts)
+        flow, options = copies.deal_to_buffer(self, parts.get("num_envs"), "to_buffer")
+        buffer, size = ReplayBuffer(**(options | parts)), options["capacity"]
+        check(buffer.capacity >= size, "capacity", f"at least {size}", buffer.capacity)
+        return buffer, copies.fill_state(flow, writable(buffer), None)
 
     @escape_errors()
     def preprocess(
