@@ -75,7 +75,7 @@ class Grouped(ShardedSampler):
     With `jrb.Sharded`, each shard has its own groups: write the items of a group to one shard.
 
     Attributes:
-        key: the path of an integer of at most 32 bits, one for each item.
+        key: the path of an integer that int32 holds, one for each item.
         num_groups: G, the most groups that are known.
         per_group: K, the most items in a group.
         sampler: draws the groups: `Uniform()`, without replacement if no group may be in a batch
@@ -167,7 +167,7 @@ class Grouped(ShardedSampler):
 
     def _read_keys(self, leaves: dict[str, jax.Array], count: int) -> jax.Array:
         """Returns the keys of written items, int32 `[K]`; raises unless they are integers."""
-        what = f"Grouped: key: expected one integer of at most 32 bits at '{path_name(self.key)}'"
+        what = f"Grouped: key: expected one integer that int32 holds at '{path_name(self.key)}'"
         if len(leaves) != 1:
             raise ValueError(f"{what}, got the leaves {sorted(leaves)}.")
         (leaf,) = leaves.values()
