@@ -537,7 +537,7 @@ def _sampler_state(
         state = states[0]
         if len(states) > 1 and isinstance(old, ShardedSampler):
             state = old.concat_shard_states(states)
-        elif len(states) > 1 and not old.consumes:
+        elif len(states) > 1 and (old.prioritized or not old.consumes):
             # Queues need no such method: without pending items they are all alike.
             raise missing_method(old, "concat_shard_states", "rebuild", "ShardedSampler")
         import_state = type(sampler).import_state

@@ -29,6 +29,7 @@ SAMPLERS = [
     jrb.Uniform(max_draws=2),
     jrb.Prioritized(max_draws=1, normalize="buffer"),
     jrb.Weighted(weights.every, leaves=(("next", "reward"),), max_draws=3),
+    jrb.Newest(0.5, max_draws=2),
 ]
 EXAMPLE = {
     "x": jnp.zeros(16),

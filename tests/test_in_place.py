@@ -39,6 +39,8 @@ SAMPLERS = {
     "weighted": jrb.Weighted(weights.fresh, leaves=(("next", "reward"),)),
     "limited": jrb.Uniform(replacement=False, max_draws=2),
     "limited priorities": jrb.Prioritized(normalize=None, max_draws=2),
+    "limited newest": jrb.Newest(0.5, max_draws=2),
+    "limited mixture": jrb.Mixture((jrb.Prioritized(), jrb.Newest(0.5)), (0.5, 0.5), max_draws=2),
 }
 PRIORITIZED = ("prioritized", "buffer", "counted")
 
@@ -207,7 +209,8 @@ def test_nothing_is_copied(name, step):
 
 
 MANY = [(name, None) for name in ("distinct", "queue", "buffer", "counted")]
-MANY += [("limited", None), ("limited priorities", 8)]
+MANY += [("limited", None), ("limited priorities", 8), ("limited newest", 8)]
+MANY += [("limited mixture", None)]
 MANY += [(name, 8) for name in ("uniform", "epochs", "stack", "prioritized", "held")]
 MANY += [("grouped", None), ("grouped", 8)]
 
@@ -275,6 +278,7 @@ def test_edits_copy_nothing(parts, agents):
         ("uniform", jrb.Reservoir(0)),
         ("queue", jrb.BlockWhenFull()),
         ("limited", jrb.BlockWhenFull()),
+        ("limited newest", jrb.BlockWhenFull()),
     ],
 )
 def test_no_writer_copies(name, writer):

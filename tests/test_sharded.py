@@ -48,6 +48,8 @@ SAMPLERS = {
     "limited": jrb.Uniform(replacement=False, max_draws=2),
     "used once": jrb.Prioritized(max_draws=1),
     "newest": jrb.Newest(count=16),
+    "limited newest": jrb.Newest(count=16, max_draws=2),
+    "limited mixture": jrb.Mixture((jrb.Uniform(False), jrb.Newest(0.5)), (0.5, 0.5), max_draws=2),
     "queue": jrb.Queue(),
     "lifo": jrb.Lifo(),
     "epochs": jrb.WithoutReplacement(),
@@ -64,6 +66,8 @@ FAMILIES = [
     ("stacks", "plain"),
     ("transition", "limited"),
     ("strict n-step", "used once"),
+    ("windows", "limited newest"),
+    ("transition", "limited mixture"),
 ]
 
 

@@ -17,16 +17,25 @@ from jrb.types import Anchors, AnchorUpdate, PrioritizedSampler
 from jrb.types.messages import PartState, clear_run
 
 
-def drawable_anchors(state: PartState, anchors: Anchors) -> Anchors:
-    """Returns the anchors that have draws left, in the order of their slots."""
-    tree = state.drawable
-    slots = lambda ranks: sum_tree.find(tree, ranks.astype(jnp.float32))
-    return dataclasses.replace(
-        anchors,
-        count=sum_tree.root(tree).astype(jnp.int32),
-        nth=lambda ranks, key: (slots(ranks), jnp.ones(ranks.shape, jnp.float32)),
-        all_held=False,
-    )
+def drawable_anchors(
+    state: PartState, anchors: Anchors, oldest: jax.Array | None = None
+) -> Anchors:
+    """Returns the anchors that have draws left, in the order of their slots.
+
+    The order begins at the slot `oldest`, int32 `[]`, or at slot 0 if it is None. If all
+    environments share a clock, the order from the oldest slot held on is that of time.
+    """
+    tree, count = state.drawable, sum_tree.root(state.drawable).astype(jnp.int32)
+
+    def nth(ranks: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if oldest is not None:
+            # In integers, as the sum may exceed 2^24. Slot 0 follows the last slot.
+            ranks = ranks + sum_tree.sum_before(tree, oldest).astype(jnp.int32)
+            ranks = jnp.where(ranks < count, ranks, ranks - count)
+        slots = sum_tree.find(tree, ranks.astype(jnp.float32))
+        return slots, jnp.ones(ranks.shape, jnp.float32)
+
+    return dataclasses.replace(anchors, count=count, nth=nth, all_held=False)
 
 
 def update_anchors(buffer: Buffer, state: PartState, change: AnchorUpdate) -> Any:

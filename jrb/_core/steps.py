@@ -218,13 +218,11 @@ def room(buffer: Buffer, state: BufferState) -> jax.Array:
     ranks = jnp.clip(jnp.stack([first, first - 1]), 0, jnp.maximum(anchors.count - 1, 0))
     slots, _ = anchors.nth(ranks, jax.random.key(0))
     is_pending = first < anchors.count
-    # With `max_draws`, the first one has draws left. From the oldest slot on, the order of slots is
-    # that of time; slot 0 follows the last slot.
+    # With `max_draws`, the first one is the oldest that has draws left.
     if sampler.max_draws is not None:
-        tree = state.sampler.drawable
-        before, total = sum_tree.sum_before(tree, held.first[0]), sum_tree.root(tree)
-        is_pending = total > 0
-        slots = slots.at[0].set(sum_tree.find(tree, jnp.where(before < total, before, 0.0)))
+        undrawn = draw_limits.drawable_anchors(state.sampler, anchors, held.first[0])
+        is_pending = undrawn.count > 0
+        slots = slots.at[0].set(undrawn.nth(jnp.zeros(1, jnp.int32), jax.random.key(0))[0][0])
     row = held.before(ring, slots)
     # The rows before the first undrawn anchor; if all were drawn, up to the last anchor.
     drawn_rows = jnp.where(is_pending, row[0], row[1] + 1)
@@ -330,10 +328,13 @@ def choose(
 
 def drawable_anchors(buffer: Buffer, state: BufferState) -> Anchors:
     """Returns the anchors that may be drawn: with `max_draws`, those that have draws left."""
-    anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
+    context = context_of(buffer, state.writer)
+    anchors = buffer.unit.anchors(context, state.unit)
     if buffer.sampler.max_draws is None:
         return anchors
-    return draw_limits.drawable_anchors(state.sampler, anchors)
+    # The order of time costs another read of the tree.
+    oldest = context.held.first[0] if isinstance(buffer.sampler, OrderedSampler) else None
+    return draw_limits.drawable_anchors(state.sampler, anchors, oldest)
 
 
 def anchors_to_draw(buffer: Buffer, state: BufferState, user_context: Any) -> Anchors:
@@ -354,7 +355,11 @@ def anchors_to_draw(buffer: Buffer, state: BufferState, user_context: Any) -> An
         items = buffer.storage.read(context, state.storage, where)
     leaves = leaves_read(buffer, items, paths)
     age = context.held.after(context.ring, slots) if buffer.writer.is_chronological else None
-    return dataclasses.replace(anchors, facts=SlotFacts(leaves, age, user_context))
+    is_drawable = None
+    if buffer.sampler.max_draws is not None:
+        is_drawable = sum_tree.leaf_values(state.sampler.drawable) > 0
+    facts = SlotFacts(leaves, age, user_context, is_drawable)
+    return dataclasses.replace(anchors, facts=facts)
 
 
 def leaves_read(buffer: Buffer, items: Item, paths: tuple[Path, ...]) -> dict[str, Any]:

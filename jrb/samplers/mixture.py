@@ -18,6 +18,7 @@ from jrb.types import (
     AnchorUpdate,
     Draw,
     DrawCounts,
+    LimitedSampler,
     OrderedSampler,
     PrioritizedSampler,
     Sampler,
@@ -33,7 +34,7 @@ class MixtureState(DrawCounts):
 
 
 @pytree.component
-class Mixture(Sampler):
+class Mixture(LimitedSampler):
     """Draws with several samplers from one buffer, a fixed share of every batch with each.
 
     Use it to draw recent experience together with all experience, or new items together with items
@@ -49,16 +50,18 @@ class Mixture(Sampler):
     weighted mean is unbiased for each sampler, and so for all. `set_alpha`, `update_priority` and
     priorities given to `add` reach all samplers with priorities; `buffer.priorities` returns those
     of the first. `jrb.Sharded` takes a mixture only if one of its samplers consumes, such as a
-    queue, and none has priorities: each shard then draws for itself.
+    queue, or it has `max_draws`, and none has priorities: each shard then draws for itself.
 
     The class of an instance depends on its samplers: it is a `jrb.types.PrioritizedSampler` or an
     `OrderedSampler` if any of them is.
 
     Attributes:
-        samplers: two or more samplers, none of which counts its draws.
+        samplers: two or more samplers, none of which counts or limits its draws.
         shares: the share of each sampler in a batch, at least 0; they add up to 1.
         count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
         fill: if True, the last sampler draws what others leave masked. It must not consume.
+        max_draws: the number of draws, by all samplers together, after which an item is used up, as
+            for `jrb.Uniform`; None for no limit. All samplers must be ones that take `max_draws`.
 
     Reference: Hafner et al., 2023, "Mastering diverse domains through world models", for the queue
     of new data beside uniform replay.
@@ -78,8 +81,9 @@ class Mixture(Sampler):
     shares: tuple[float, ...]
     count_draws: bool = False
     fill: bool = False
+    max_draws: int | None = None
     consumes: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]
-        lambda self: any(sampler.consumes for sampler in self.samplers)
+        lambda self: self.max_draws is not None or any(one.consumes for one in self.samplers)
     )
     row_by_row: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]
         lambda self: any(sampler.row_by_row for sampler in self.samplers)
@@ -88,9 +92,7 @@ class Mixture(Sampler):
         lambda self: self._paths_read()
     )
 
-    def __new__(
-        cls, samplers: Any = (), shares: Any = (), count_draws: bool = False, fill: bool = False
-    ) -> Any:
+    def __new__(cls, samplers: Any = (), *others: Any, **named: Any) -> Any:
         """Makes an instance of the class that has the contracts of these samplers."""
         return object.__new__(_choose_class(samplers) if cls is Mixture else cls)
 
@@ -110,7 +112,7 @@ class Mixture(Sampler):
         ):
             raise TypeError(f"shares: expected a tuple of numbers, got {self.shares!r}.")
         splitting.check("shares", self.shares, len(self.samplers), "sampler")
-        checks.flag("count_draws", self.count_draws)
+        super().__post_init__()
         checks.flag("fill", self.fill)
         last = list(self.samplers)[-1]
         if self.fill and last.consumes:
@@ -126,8 +128,16 @@ class Mixture(Sampler):
         counting = [type(one).__name__ for one in self.samplers if one.count_draws]
         if counting:
             raise ValueError(
-                f"samplers: expected none with count_draws=True, got {counting}. The mixture "
-                "counts the draws of all: Mixture(..., count_draws=True)."
+                f"samplers: expected none with count_draws=True or max_draws, got {counting}. The "
+                "mixture counts the draws of all: Mixture(..., count_draws=True, max_draws=...)."
+            )
+        # Other samplers, such as queues, keep ranks that count all anchors.
+        can_limit = lambda one: isinstance(one, LimitedSampler) and not isinstance(one, Mixture)
+        others = [type(one).__name__ for one in self.samplers if not can_limit(one)]
+        if self.max_draws is not None and others:
+            raise ValueError(
+                "max_draws: expected samplers that leave out used-up items, such as jrb.Uniform, "
+                f"Newest, Prioritized and Weighted, got {others}."
             )
 
     def _paths_read(self) -> tuple[Path, ...] | None:
@@ -346,14 +356,16 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
     def drop(
         self, ring: Ring, state: MixtureState, slots: jax.Array, ok: jax.Array
     ) -> MixtureState:
-        """Drops anchors from all samplers, if all have priorities; else raises."""
+        """Drops anchors from samplers with priorities; raises if others would still draw them."""
         others = [type(one).__name__ for one in self.samplers if not one.prioritized]
-        if others:
+        # With `max_draws`, these get only anchors that have draws left and were not dropped.
+        if others and self.max_draws is None:
             raise TypeError(
                 f"drop: expected samplers that can leave anchors out, got {others}, which would "
                 "draw them still."
             )
-        return self._map_samplers(state, lambda one, own: one.drop(ring, own, slots, ok))
+        drop = lambda one, own: one.drop(ring, own, slots, ok)
+        return self._map_samplers(state, drop, PrioritizedSampler)
 
 
 @pytree.component

@@ -101,17 +101,21 @@ class Uniform(EvenSampler, LimitedSampler):
 
 
 @pytree.component
-class Newest(EvenSampler, OrderedSampler):
+class Newest(EvenSampler, OrderedSampler, LimitedSampler):
     """Draws uniformly, with replacement, from the newest anchors: a fraction or a number of them.
 
     Of n anchors these are the last ceil(fraction * n), or the last min(count, n). Use it to
-    emphasize recent experience, alone or in a `jrb.Mixture` with `jrb.Uniform()`.
+    emphasize recent experience, alone or in a `jrb.Mixture` with `jrb.Uniform()`. With
+    `max_draws`, the n anchors are those that have draws left, in the order of their rows: as the
+    newest are used up, older ones are drawn.
 
     Attributes:
         fraction: the part of all anchors, above 0 and at most 1; it is rounded to the nearest
             quotient of two integers below 2^16.
         count: the number of newest anchors, at least 1; in place of `fraction`.
         count_draws: if True, draws of each item are counted (see `jrb.types.Sampler`).
+        max_draws: the number of draws after which an item is used up, as for `jrb.Uniform`; None
+            for no limit.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -125,9 +129,10 @@ class Newest(EvenSampler, OrderedSampler):
     fraction: float | None = None
     count: int | None = None
     count_draws: bool = False
+    max_draws: int | None = None
 
     def __post_init__(self) -> None:
-        checks.flag("count_draws", self.count_draws)
+        super().__post_init__()
         if (self.fraction is None) == (self.count is None):
             raise ValueError(
                 f"Newest: expected a fraction or a count, got fraction={self.fraction!r} and "

@@ -156,12 +156,13 @@ class Weighted(ShardedSampler, LimitedSampler):
     def _tree(self, ring: Ring, state: WeightedState, anchors: Anchors) -> sum_tree.Tree:
         """Returns a sum-tree over the weights of anchors; other slots have weight 0."""
         facts: Any = anchors.facts
+        is_anchor = state.is_anchor if facts.is_drawable is None else facts.is_drawable
         # Ranks and sums over all anchors need to know which slots are none.
         age: Any = facts.age
         if facts.age is not None:
             # Of groups, the ages have an axis of items.
-            is_anchor = state.is_anchor.reshape(-1, *(1,) * (facts.age.ndim - 1))
-            age = jnp.where(is_anchor, facts.age, -1)
+            flags = is_anchor.reshape(-1, *(1,) * (facts.age.ndim - 1))
+            age = jnp.where(flags, facts.age, -1)
         weights = jnp.asarray(self.function(facts.leaves, age, facts.context))
         is_real = jnp.issubdtype(weights.dtype, jnp.number) or weights.dtype == jnp.bool_
         if weights.shape != (ring.capacity,) or not is_real:
@@ -170,9 +171,6 @@ class Weighted(ShardedSampler, LimitedSampler):
                 f"({ring.capacity},), got {weights.dtype} of shape {weights.shape}."
             )
         weights = weights.astype(jnp.float32)
-        is_anchor = state.is_anchor
-        if self.max_draws is not None and state.draws is not None:
-            is_anchor = is_anchor & (state.draws < self.max_draws)
         is_drawn = is_anchor & jnp.isfinite(weights) & sum_tree.is_positive(weights)
         tree = sum_tree.neutral(ring.capacity, "sum")
         return sum_tree.set_all(

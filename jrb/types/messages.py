@@ -164,11 +164,13 @@ class SlotFacts:
         age: int32 `[N]`, the number of rows of its environment that are newer than a slot's; None
             if the writer does not keep rows in the order of time.
         context: the pytree that was passed to the draw; None if none was.
+        is_drawable: bool `[N]`, True for anchors that have draws left; None without `max_draws`.
     """
 
     leaves: dict[str, jax.Array]
     age: jax.Array | None
     context: Any
+    is_drawable: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -199,10 +199,11 @@ class OrderedSampler(Sampler):
     def num_pending(self, state: PartState, anchors: Anchors) -> jax.Array | None:
         """Returns how many of the newest anchors were not drawn yet and must be kept, int32 `[]`.
 
-        `jrb.BlockWhenFull` does not overwrite them. Returns None if all may be overwritten: the
-        default for samplers that do not consume. Those that consume must write this method.
+        `jrb.BlockWhenFull` does not overwrite them. Returns None if all may be overwritten, except
+        anchors with draws left if there is a limit of draws: the default. Samplers that consume
+        without such a limit must write this method.
         """
-        if self.consumes:
+        if self.consumes and self.max_draws is None:
             raise missing_method(self, "num_pending", "rebuild", "OrderedSampler")
         return None
 
@@ -210,10 +211,11 @@ class OrderedSampler(Sampler):
 class LimitedSampler(Sampler):
     """A sampler with a field `max_draws`, the number of draws after which an item is used up.
 
-    The engine counts draws, and passes only anchors that have draws left, in the order of their
-    slots, to `draw`, `ready` and `stats`; from samplers with priorities it drops all others. Of an
-    item that is in a batch more often than it has draws left, the last entries are masked. Units
-    whose ranks stand for several slots must refuse these samplers in `check`.
+    The engine counts draws, and passes only anchors that have draws left to `draw`, `ready` and
+    `stats`: in the order of their slots, or from the oldest row to the newest for an
+    `OrderedSampler`. From samplers with priorities it drops all others. Of an item that is in a
+    batch more often than it has draws left, the last entries are masked. Units whose ranks stand
+    for several slots must refuse these samplers in `check`.
     """
 
     consumes: ClassVar[bool] = property(  # pyright: ignore[reportAssignmentType]

@@ -17,6 +17,7 @@ class Model:
         self.buffer, self.rule, self.unit = buffer, rule, buffer.unit
         self.writer = writers.of(buffer)
         self.sampler = samplers.of(buffer, rule.all_held)
+        self.sampler.time_of = lambda row: (self.writer.lanes[row.env].index(row), row.env)
 
     def at(self, slot):
         return self.writer.held().get(int(slot))

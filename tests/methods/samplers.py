@@ -160,7 +160,7 @@ class Limited:
             row.priority = np.float32(-2)
 
     def changed(self, before, after, names=None, lanes=False):
-        self.lost = len(set(self.may(before)) - set(after))
+        self.lost = len(set(self.unread(before)) - set(after))
         super().changed(before, after, names, lanes)
 
     def adopt(self, old, anchors):
@@ -186,6 +186,16 @@ class Limited:
         self.draw(anchors, slots, real)
         if not self.sampler.prioritized:  # rows of priority 0 are hardly ever drawn
             assert set(drawn(slots, real)) == may
+
+
+class LimitedNewest(Limited, Newest):
+    """Draws the newest of the anchors with draws left, in the order of their rows."""
+
+    def unread(self, anchors):
+        return [row for row in anchors if row.draws < self.sampler.max_draws]
+
+    def may(self, anchors):
+        return Newest.may(self, sorted(self.unread(anchors), key=self.time_of))
 
 
 class Queue(Alike):
@@ -348,7 +358,9 @@ def of(buffer, all_held):
     """Returns the model of a buffer's sampler."""
     sampler, spaces = buffer.sampler, buffer.capacity if all_held else None
     kind = _KINDS.get(type(sampler).__name__, Alike)
-    if sampler.max_draws is not None:
+    if kind is Newest and sampler.max_draws is not None:
+        kind = LimitedNewest
+    elif sampler.max_draws is not None:
         kind = type("Limited" + kind.__name__, (Limited, kind), {})
     elif sampler in DISTINCT:
         kind = Distinct

@@ -99,6 +99,9 @@ CASES = [
     Case("stacked strict n-step", jrb.Uniform(max_draws=2), FULL, envs=1),
     Case("padded windows of a period", WEIGHTED_TWICE),
     Case("transition", WEIGHTED_TWICE, FULL, ONCE),
+    Case("strict n-step", jrb.Newest(count=3, max_draws=2), FULL),
+    Case("stacked windows", jrb.Newest(0.4, max_draws=1), storage=ONCE),
+    Case("whole episodes", jrb.Newest(0.5, max_draws=2), envs=1),
 ]
 
 

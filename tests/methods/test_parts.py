@@ -37,6 +37,7 @@ ARRAYS = [
     ("transition", jrb.Uniform(), jrb.Reservoir(0), COMPRESSED),
     ("windows of a period", jrb.Prioritized(max_draws=2), jrb.BlockWhenFull(), MEMMAP),
     ("strict n-step", jrb.Uniform(max_draws=1), jrb.RoundRobin(), SPILL),
+    ("stacks", jrb.Newest(count=2, max_draws=2), jrb.BlockWhenFull(), MEMMAP),
 ]
 OBJECTS = [
     ("transition", HELD, jrb.RoundRobin(), jrb.ListStorage()),

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,21 @@ import jrb
 from tests.samplers import weights
 
 EXAMPLE = {"x": jnp.int32(0), "next": {"reward": jnp.float32(0), "done": False}}
+ONCE = jrb.Uniform(replacement=False, max_draws=1)
+WEIGHTED = jrb.Weighted(weights.by_reward, leaves=(("next", "reward"),))
+THIRDS = (1 / 3, 1 / 3, 1 / 3)
+MIXED = jrb.Mixture((jrb.Prioritized(), jrb.Newest(0.3), WEIGHTED), THIRDS, max_draws=2)
+PLAIN = jrb.Mixture((jrb.Newest(count=2), jrb.Uniform(False)), (0.5, 0.5), fill=True, max_draws=3)
+CHANCES = [0.42, 0.42, 0.1, 0.02, 0.04]
 SAMPLERS = [
     jrb.Uniform(max_draws=2),
     jrb.Uniform(replacement=False, max_draws=3),
     jrb.Prioritized(max_draws=1),
-    jrb.Weighted(weights.by_reward, leaves=(("next", "reward"),), max_draws=2),
+    dataclasses.replace(WEIGHTED, max_draws=2),
+    jrb.Newest(count=3, max_draws=2),
+    MIXED,
+    PLAIN,
 ]
-ONCE = jrb.Uniform(replacement=False, max_draws=1)
 
 
 def items(first, count, *lead):
@@ -84,29 +93,45 @@ def test_a_batch_without_replacement_is_full_as_long_as_items_are_left():
     assert sizes == [[True] * 3, [True] * 3, [True, True, False]]
 
 
+def chances(sampler, left):
+    """Returns the probabilities of 20 slots, of which those in `left` may be drawn."""
+    mass, reward = np.zeros(20), 1.0 + np.arange(20) % 3
+    if isinstance(sampler, jrb.Newest):
+        left = left[-(sampler.count or math.ceil(sampler.fraction * len(left))) :]
+    mass[left] = 1
+    if isinstance(sampler, jrb.Weighted):
+        mass *= reward
+    elif sampler.prioritized:
+        mass *= (reward + sampler.eps) ** sampler.alpha
+    return mass / mass.sum()
+
+
+@pytest.mark.whole
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", [ONCE, SAMPLERS[2], SAMPLERS[3]], ids=name_of)
+@pytest.mark.parametrize("sampler", [ONCE, *SAMPLERS[2:6]], ids=name_of)
 def test_items_that_are_left_are_drawn_as_ever(sampler):
     sampler = dataclasses.replace(sampler, max_draws=1)
-    buffer, state = filled(20, 20, sampler=sampler, batch_size=8)
+    buffer, state = filled(25, 20, sampler=sampler, batch_size=8)
     if sampler.prioritized:
-        state = buffer.update_priority(state, jnp.arange(20), items(0, 20)["next"]["reward"])
+        reward = items(0, 20)["next"]["reward"]
+        state = buffer.update_priority(state, jnp.arange(20), reward)
+    state = buffer.set(state, jnp.arange(20), {"next": {"reward": items(0, 20)["next"]["reward"]}})
     state, first = buffer.draw(state, jax.random.key(0))
-    left = sorted(set(range(20)) - set(uses(first)))
-    mass = np.ones(20)
-    if isinstance(sampler, jrb.Weighted):
-        mass = 1.0 + np.arange(20) % 3
-    elif sampler.prioritized:
-        mass = (1.0 + np.arange(20) % 3 + sampler.eps) ** sampler.alpha
-    # The first entry of a batch is not stratified.
-    one = jax.jit(jax.vmap(lambda key: buffer.sample(state, key, 1)))
-    batch = one(jax.random.split(jax.random.key(1), 4000))
-    slots, chances = np.asarray(batch.indices)[:, 0], np.asarray(batch.probabilities)[:, 0]
-    want = mass / mass[left].sum()
-    np.testing.assert_allclose(chances, want[slots], rtol=1e-5)
-    counts = np.bincount(slots, minlength=20)
-    assert set(np.flatnonzero(counts)) == set(left)
-    assert stats.chisquare(counts[left], 4000 * want[left]).pvalue > 1e-3
+    # In the order of time, which begins at slot 5.
+    drawn = np.asarray(first.indices)[np.asarray(first.mask)].tolist()
+    left = [slot for slot in (*range(5, 20), *range(5)) if slot not in drawn]
+    # One entry of each sampler, as the entries of one may be stratified.
+    members = getattr(sampler, "samplers", (sampler,))
+    one = jax.jit(jax.vmap(lambda key: buffer.sample(state, key, len(members))))
+    batch = jax.device_get(one(jax.random.split(jax.random.key(1), 4000)))
+    source = batch.info.get("sampler", np.zeros((4000, 1)))
+    for number, member in enumerate(members):
+        slots, likely = batch.indices[source == number], batch.probabilities[source == number]
+        want, real = chances(member, left), likely > 0
+        np.testing.assert_allclose(likely[real], want[slots[real]], rtol=1e-5)
+        counts, some = np.bincount(slots, minlength=20), np.flatnonzero(want)
+        assert set(np.flatnonzero(counts)) == set(some)
+        assert stats.chisquare(counts[some], 4000 * want[some]).pvalue > 1e-3
 
 
 @pytest.mark.slow
@@ -149,7 +174,7 @@ def test_dropped_items_do_not_block():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", SAMPLERS[1:3], ids=name_of)
+@pytest.mark.parametrize("sampler", [*SAMPLERS[1:3], SAMPLERS[4], PLAIN], ids=name_of)
 def test_used_up_items_are_saved_and_rebuilt(sampler, tmp_path):
     buffer, state = filled(8, sampler=sampler, batch_size=6)
     state, sample = buffer.draw(state, jax.random.key(0))
@@ -162,6 +187,86 @@ def test_used_up_items_are_saved_and_rebuilt(sampler, tmp_path):
     other = dataclasses.replace(buffer, sampler=ONCE)
     left = set(range(8)) - set(uses(sample))
     assert drain(other, jrb.rebuild(buffer, state, other))[1] == dict.fromkeys(left, 1)
+
+
+class Model:
+    """Seven rows of two items each in plain Python; `draws` counts by number, oldest first."""
+
+    def __init__(self, sampler, writer):
+        self.sampler, self.blocks = sampler, writer.blocks_when_full
+        self.members, self.draws = getattr(sampler, "samplers", (sampler,)), {}
+
+    @property
+    def left(self):
+        return [number for number, count in self.draws.items() if count < self.sampler.max_draws]
+
+    def room(self):
+        """Returns the number of rows that may be written."""
+        numbers = list(self.draws)
+        first = numbers.index(self.left[0]) if self.left else len(numbers)
+        return 7 - len(numbers) // 2 + first // 2 if self.blocks else 7
+
+    def write(self, numbers):
+        self.draws = dict(list((self.draws | dict.fromkeys(numbers, 0)).items())[-14:])
+
+    def drop(self, numbers):
+        self.draws |= dict.fromkeys(numbers, self.sampler.max_draws)
+
+    def may(self, member):
+        """Returns the numbers of the items that one of the samplers may draw."""
+        if not isinstance(member, jrb.Newest):
+            return self.left
+        count = member.count or math.ceil(member.fraction * len(self.left))
+        return self.left[-count:]
+
+    def draw(self, sample):
+        """Counts a batch; an entry is masked if the ones before it use its item up."""
+        may = [self.may(member) for member in self.members]
+        numbers, real = sample.data["x"].tolist(), sample.mask.tolist()
+        assert any(real) == bool(self.left)
+        source = sample.info["sampler"].tolist() if len(may) > 1 else [0] * len(real)
+        for number, is_real, by in zip(numbers, real, source, strict=True):
+            is_distinct = getattr(self.members[by], "replacement", True) is False
+            is_left = number in may[by] and self.draws[number] < self.sampler.max_draws
+            assert is_real == is_left or (is_distinct and not is_real)
+            if is_real:
+                self.draws[number] += 1
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", [jrb.RoundRobin(), jrb.BlockWhenFull()], ids=type)
+@pytest.mark.parametrize("sampler", SAMPLERS[4:], ids=name_of)
+def test_random_programs_do_what_plain_python_does(sampler, writer, tmp_path):
+    buffer = jrb.ReplayBuffer(14, 2, batch_size=6, sampler=sampler, writer=writer)
+    state = buffer.init(EXAMPLE)
+    rng, model, written, moves = np.random.default_rng(1), Model(sampler, writer), 0, 0
+    draw = jax.jit(buffer.draw)
+    for number in range(250):
+        method = rng.choice(["extend", "draw", "drop", "empty", "move"], p=CHANCES)
+        assert bool(buffer.can_add(state)) == (model.room() > 0)
+        if method == "extend" and (rows := min(int(rng.integers(1, 4)), model.room())):
+            new = np.arange(written, written + 2 * rows, dtype=np.int32)
+            state = buffer.extend(state, items(0, rows, 2) | {"x": new.reshape(rows, 2)})
+            model.write(new.tolist())
+            written += 2 * rows
+        elif method in ("draw", "drop"):
+            state, sample = draw(state, jax.random.key(number))
+            model.draw(sample)
+            if sampler.prioritized:
+                state = buffer.update_priority(state, sample, jnp.asarray(rng.random(6)) + 0.1)
+            if sampler.prioritized and method == "drop":
+                state = buffer.drop(state, sample)
+                model.drop(uses(sample))
+        elif method == "empty":
+            state, model.draws = buffer.empty(state), {}
+        elif method == "move" and moves < 5:
+            moves += 1
+            jrb.save(tmp_path, buffer, state)
+            state = jrb.rebuild(buffer, jrb.load(tmp_path, buffer)[1], buffer)
+        expected = {number: sampler.max_draws - model.draws[number] for number in model.left}
+        assert bool(buffer.can_sample(state)) == bool(expected)
+    assert drain(buffer, state)[1] == expected and written > 100
 
 
 @pytest.mark.slow
@@ -233,7 +338,22 @@ def test_items_are_used_up_in_one_large_batch(size):
         (lambda: jrb.Uniform(max_draws=0), ValueError, "max_draws: expected from 1 to"),
         (lambda: jrb.Prioritized(max_draws=1.5), TypeError, "max_draws: expected an integer"),
         (lambda: jrb.Queue(max_draws=1), TypeError, "max_draws"),
-        (lambda: jrb.Mixture((ONCE, jrb.Queue()), (0.5, 0.5)), ValueError, "count_draws"),
+        (lambda: jrb.Newest(0.5, max_draws=0), ValueError, "max_draws: expected from 1 to"),
+        (
+            lambda: jrb.Mixture((ONCE, jrb.Uniform()), (0.5, 0.5)),
+            ValueError,
+            r"count_draws=True or max_draws, got .* Mixture\(..., count_draws=True, max_draws=",
+        ),
+        (
+            lambda: jrb.Mixture((jrb.Queue(), jrb.Uniform()), (0.5, 0.5), max_draws=2),
+            ValueError,
+            r"max_draws: expected samplers that leave out used-up items, .* got \['Queue'\]",
+        ),
+        (
+            lambda: jrb.Mixture((PLAIN, jrb.Uniform()), (0.5, 0.5), max_draws=2),
+            ValueError,
+            "max_draws",
+        ),
         (
             lambda: filled(sampler=ONCE, unit=jrb.Sequence(2, sample_by="episodes")),
             ValueError,

@@ -19,6 +19,7 @@ FILLED = jrb.Mixture(
     (jrb.Queue(), jrb.Prioritized(alpha=1.0, beta=1.0, eps=0.0)), (0.75, 0.25), fill=True
 )
 ALL = jrb.Mixture((jrb.Prioritized(), jrb.Newest(count=4), jrb.Lifo()), (0.5, 0.25, 0.25))
+LIMITED = jrb.Mixture((jrb.Prioritized(), jrb.Newest(0.25)), (0.5, 0.5), max_draws=2)
 
 
 def filled(sampler, count=N, batch_size=8, **parts):
@@ -206,7 +207,7 @@ def test_draws_of_all_samplers_are_counted():
     np.testing.assert_array_equal(state.sampler.draws, total)
 
 
-@pytest.mark.parametrize("sampler", [PLAIN, FILLED, WEIGHED, ONLINE, ALL])
+@pytest.mark.parametrize("sampler", [PLAIN, FILLED, WEIGHED, ONLINE, ALL, LIMITED])
 def test_descriptions_are_values(sampler, tmp_path):
     assert pickle.loads(pickle.dumps(sampler)) == sampler
     assert hash(dataclasses.replace(sampler)) == hash(sampler)
@@ -215,7 +216,8 @@ def test_descriptions_are_values(sampler, tmp_path):
     members = sampler.samplers
     for kind in (jrb.types.PrioritizedSampler, jrb.types.OrderedSampler):
         assert isinstance(sampler, kind) == any(isinstance(one, kind) for one in members)
-    assert sampler.consumes == any(one.consumes for one in members)
+    is_limited = sampler.max_draws is not None
+    assert sampler.consumes == (is_limited or any(one.consumes for one in members))
     buffer, state = filled(sampler)
     state, _ = buffer.draw(state, jax.random.key(0))
     jrb.save(tmp_path / "saved", buffer, state)
@@ -285,11 +287,15 @@ def test_where_a_mixture_does_not_fit():
     state = sharded.extend(sharded.init({"x": jnp.int32(0)}), {"x": rows})
     with pytest.raises(TypeError, match="draw from shards: expected a sampler"):
         sharded.sample(state, jax.random.key(0))
+    sharded = jrb.Sharded(dataclasses.replace(buffer, sampler=LIMITED), shards=2)
+    state = sharded.extend(sharded.init({"x": jnp.int32(0)}), {"x": rows})
+    with pytest.raises(TypeError, match="rebuild: expected a sampler with a method concat_shard"):
+        jrb.rebuild(sharded, state, sharded.buffer)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", [jrb.Transition(), jrb.NStep(3, 0.9), jrb.Sequence(2)])
-@pytest.mark.parametrize("sampler", [PLAIN, ONLINE, WEIGHED, ALL, FILLED])
+@pytest.mark.parametrize("sampler", [PLAIN, ONLINE, WEIGHED, ALL, FILLED, LIMITED])
 def test_mixtures_keep_the_contracts(sampler, unit):
     done = {"done": jnp.bool_(False), "terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
     after = {"observation": jnp.zeros(8), "reward": jnp.float32(0), **done}
