@@ -916,12 +916,17 @@ def draw_arguments(
         checks.count("batch_size", batch_size)
     random_bits.check_key(key)
     beta, context = inputs
+    check_context(samplers, context)
+    return int(size), DrawInputs(None if beta is None else checks.number("beta", beta), context)
+
+
+def check_context(samplers: list[Sampler], context: Any) -> None:
+    """Raises TypeError for a context that no sampler uses."""
     if context is not None and all(sampler.reads is None for sampler in samplers):
         raise TypeError(
             f"context: expected None, as {type(samplers[0]).__name__} does not use it, got "
             f"{type(context).__name__}. Samplers such as jrb.Weighted do."
         )
-    return int(size), DrawInputs(None if beta is None else checks.number("beta", beta), context)
 
 
 def check_single(buffer: object, who: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jrb._core import steps
 from jrb._core.validate import copy_arrays
 from jrb.authoring import checks
-from jrb.buffer import ReplayBuffer
+from jrb.buffer import ReplayBuffer, check_context
 from jrb.limits import SampleToInsert
 from jrb.remote import setup as setups
 from jrb.remote.draws import Ahead, Drawing, can_draw
@@ -22,6 +22,7 @@ from jrb.remote.server import Server
 from jrb.remote.setup import Setup
 from jrb.state import Device, Sample, check_origin
 from jrb.types import Item
+from jrb.types.messages import DrawInputs
 
 _GATE_CALLS = 10_000  # concurrent calls of the gate: three for each process with a `Remote`
 
@@ -212,7 +213,11 @@ class Remote:
             self._writes.add(self._servers[shard].extend.remote(*call))
 
     def sample(
-        self, batch_size: int | None = None, beta: float | None = None, device: Device = None
+        self,
+        batch_size: int | None = None,
+        beta: float | None = None,
+        device: Device = None,
+        context: Any = None,
     ) -> Sample:
         """Returns a batch, and updates the samplers' state, like `ReplayBuffer.draw`.
 
@@ -224,6 +229,8 @@ class Remote:
             batch_size: the batch size B; None for the buffer's.
             beta: the exponent of the importance weights; None for the sampler's.
             device: the JAX device of the batch; None for the default device.
+            context: a pytree of arrays or numbers for samplers that take one, such as
+                `jrb.Weighted`; else None. It is sent to the server.
 
         Returns:
             The batch, with JAX arrays. `info["shard"]`, int32 `[B]`, is the shard of each item;
@@ -232,11 +239,13 @@ class Remote:
         Raises:
             ValueError: without `limits`, the buffer has no valid start, or fewer than `min_size`
                 items; or there is no batch size.
+            TypeError: there is a context, and the sampler takes none.
         """
-        batch_size = self._batch_size(batch_size)
+        batch_size = self._batch_size(batch_size, context)
         self._send_updates(all_of_them=False)
         patient = self._permits is not None
-        sample = self._drawing.draw(batch_size, beta, device, patient)
+        inputs = DrawInputs(beta, context)
+        sample = self._drawing.draw(batch_size, inputs, device, patient)
         if sample is None:
             raise ValueError(f"sample: {self._drawing.describe()}")
         return sample
@@ -248,6 +257,7 @@ class Remote:
         *,
         beta: float | Callable[[int], float] | None = None,
         device: Device = None,
+        context: Any = None,
     ) -> Ahead:
         """Returns an iterator that fetches batches to the device while the caller computes.
 
@@ -258,6 +268,7 @@ class Remote:
             beta: the exponent of the importance weights, or a function from the number of the
                 batch to it; None for the sampler's.
             device: the JAX device of the batches; None for the default device.
+            context: as for `sample`, or a function from the number of the batch to it.
 
         Returns:
             An endless iterator over batches. It waits while the buffer has no valid start. `close`
@@ -265,8 +276,8 @@ class Remote:
         """
         checks.count("depth", depth)
         before = functools.partial(self._send_updates, all_of_them=False)
-        batch_size = self._batch_size(batch_size)
-        return Ahead(self._drawing, before, batch_size, int(depth), beta, device)
+        batch_size, inputs = self._batch_size(batch_size, context), DrawInputs(beta, context)
+        return Ahead(self._drawing, before, batch_size, int(depth), inputs, device)
 
     def update_priority(self, sample: Sample, priorities: jax.Array | np.ndarray) -> None:
         """Sends new priorities for the items of a batch.
@@ -401,7 +412,9 @@ class Remote:
                 # Last, so that `close` can be called again after an interrupt.
                 self._owns = False
 
-    def _batch_size(self, batch_size: int | None) -> int:
+    def _batch_size(self, batch_size: int | None, context: Any) -> int:
+        """Returns the batch size of a draw, after checks of its arguments."""
+        check_context([self._setup.buffer.sampler], context)
         batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError(

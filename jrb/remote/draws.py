@@ -17,6 +17,7 @@ from jrb.remote.gate import LongWait, Permits, acquire_permit, log, ray
 from jrb.remote.setup import Setup
 from jrb.state import BufferState, Device, Sample
 from jrb.types import ShardedSampler
+from jrb.types.messages import DrawInputs
 
 PAUSE = 0.02
 """The seconds to wait before another draw, if the buffer had no valid start."""
@@ -105,7 +106,7 @@ class RemoteDraw(NamedTuple):
     parts: list[Any]  # Ray references to the part of each shard
     each: list[Any]  # Ray references to the facts of each shard; empty if there is one shard
     batch_size: int
-    beta: float | None  # the exponent of the importance weights
+    inputs: DrawInputs
 
 
 class Drawing:
@@ -121,10 +122,10 @@ class Drawing:
         self._number: int = 0
 
     def ask(
-        self, batch_size: int, betas: list[float | None], ticket: int | None = None
+        self, batch_size: int, inputs: list[DrawInputs], ticket: int | None = None
     ) -> list[RemoteDraw]:
-        """Requests a batch for each entry of `betas`, under one permit with the number `ticket`."""
-        number, count = self._number, len(betas)
+        """Requests a batch for each of `inputs`, under one permit with the number `ticket`."""
+        number, count = self._number, len(inputs)
         self._number += count
         # Several servers divide a batch by the facts of all, which Ray sends from server to server.
         several = self._servers if len(self._servers) > 1 else []
@@ -134,23 +135,23 @@ class Drawing:
             # With `num_returns=1`, Ray would return the generator itself.
             if count == 1:
                 draw = server.draw.remote
-                parts.append([draw(batch_size, *betas, number, *each, ticket=ticket)])
+                parts.append([draw(batch_size, *inputs, number, *each, ticket=ticket)])
             else:
                 draws = server.draws.options(num_returns=count).remote
-                parts.append(draws(batch_size, betas, number, *each, ticket=ticket))
+                parts.append(draws(batch_size, inputs, number, *each, ticket=ticket))
         return [
-            RemoteDraw([of_server[index] for of_server in parts], each, batch_size, beta)
-            for index, beta in enumerate(betas)
+            RemoteDraw([of_server[index] for of_server in parts], each, batch_size, own)
+            for index, own in enumerate(inputs)
         ]
 
     def draw(
-        self, batch_size: int, beta: float | None, device: Device, patient: bool
+        self, batch_size: int, inputs: DrawInputs, device: Device, patient: bool
     ) -> Sample | None:
         """Returns a batch, or None if there is no valid start; if `patient`, waits for one."""
         wait = LongWait(self.describe)
         while True:
             with acquire_permit(self.permits, "sample", batch_size) as ticket:
-                draw = self.ask(batch_size, [beta], ticket)[0]
+                draw = self.ask(batch_size, [inputs], ticket)[0]
             sample = self.take(draw, device)
             if sample is not None or not patient:
                 return sample
@@ -172,12 +173,13 @@ class Drawing:
         parts = ray().get(draw.parts)
         count = sum(len(part.indices) for part in parts if part is not None)
         if 0 < count < draw.batch_size and again:
-            return self.take(self.ask(draw.batch_size, [draw.beta])[0], device, again=False)
+            return self.take(self.ask(draw.batch_size, [draw.inputs])[0], device, again=False)
         if count < draw.batch_size:
             return None
         batch = parts[0]
         if draw.each:
-            batch = combine_parts(self._setup.buffer, parts, ray().get(draw.each), draw.beta)
+            each = ray().get(draw.each)
+            batch = combine_parts(self._setup.buffer, parts, each, draw.inputs.beta)
         with self._setup.x64_context():
             return jax.device_put(batch, device)
 
@@ -195,11 +197,11 @@ class Ahead:
         before: Callable[[], None],
         batch_size: int,
         depth: int,
-        beta: float | Callable[[int], float] | None,
+        inputs: DrawInputs,
         device: Device,
     ) -> None:
         self._drawing, self._before, self._device = drawing, before, device
-        self._batch_size, self._depth, self._beta = batch_size, depth, beta
+        self._batch_size, self._depth, self._inputs = batch_size, depth, inputs
         # Each call has a fixed cost, so one call requests half of the batches.
         self._group: int = max(1, depth // 2)
         self._num_requested: int = 0
@@ -255,13 +257,14 @@ class Ahead:
         size = self._batch_size * self._group
         while len(self._queue) + self._group <= self._depth and not self._is_closed:
             numbers = range(self._num_requested, self._num_requested + self._group)
-            betas = [self._beta(n) if callable(self._beta) else self._beta for n in numbers]
+            of_batch = lambda n: (one(n) if callable(one) else one for one in self._inputs)
+            inputs = [DrawInputs(*of_batch(n)) for n in numbers]
             waits = patient and not self._queue
             with acquire_permit(self._drawing.permits, "sample", size, patient=waits) as ticket:
                 # Without waiting, 0 says that the limits allow no samples now.
                 if ticket == 0:
                     return
-                self._queue.extend(self._drawing.ask(self._batch_size, betas, ticket))
+                self._queue.extend(self._drawing.ask(self._batch_size, inputs, ticket))
                 self._num_requested += self._group
 
     def __del__(self) -> None:

@@ -41,6 +41,7 @@ from jrb.remote.setup import Setup
 from jrb.state import BufferState, Sample
 from jrb.storages import MemmapStorage, SpillStorage
 from jrb.types import Context, Item, SlotsForLeaf, Storage, WritePlan, component
+from jrb.types.messages import DrawInputs
 
 _MAX_LENGTHS = 4  # the number of lengths for which a write is compiled as it is
 _END = 2**63 - 1  # above every number of a timestep
@@ -213,23 +214,23 @@ class Server:
     def draw(
         self,
         batch_size: int,
-        beta: float | None,
+        inputs: DrawInputs,
         number: int,
         *each: ShardFacts,
         ticket: int | None = None,
     ) -> Sample | None:
         """Returns one batch, or this shard's part of it; see `draws`."""
-        return next(self.draws(batch_size, [beta], number, *each, ticket=ticket))
+        return next(self.draws(batch_size, [inputs], number, *each, ticket=ticket))
 
     def draws(
         self,
         batch_size: int,
-        betas: list[float | None],
+        inputs: list[DrawInputs],
         number: int,
         *each: ShardFacts,
         ticket: int | None = None,
     ) -> Iterator[Sample | None]:
-        """Yields a batch for each entry of `betas`, or this shard's part of each.
+        """Yields a batch for each of `inputs`, or this shard's part of each.
 
         `each` has the facts of all shards, or nothing if there is only one. The number of the first
         batch seeds the division into parts, on which all shards agree. All draws are started before
@@ -237,11 +238,11 @@ class Server:
         reported to the gate once, at the end. Batches are NumPy arrays; None without an anchor.
         """
         # For each batch, the number of items that this shard gives, and a seed for their choice.
-        parts = [(batch_size, [0])] * len(betas)
+        parts = [(batch_size, [0])] * len(inputs)
         if each:
             facts, parts = list(each), []
             has_enough = draws.can_draw(facts, self._setup.buffer.min_size)
-            for step in range(len(betas)):
+            for step in range(len(inputs)):
                 seed = [self._setup.seed, number + step]
                 counts = draws.divide_batch(facts, batch_size, seed) if has_enough else None
                 parts.append((counts[self._shard] if counts else 0, [*seed, self._shard]))
@@ -250,8 +251,8 @@ class Server:
         step = max(1, batch_size // 8) if each and not self._buffer.sampler.consumes else 1
         try:
             batches = [
-                self._start_draw(-(-count // step) * step, beta)
-                for (count, _), beta in zip(parts, betas, strict=True)
+                self._start_draw(-(-count // step) * step, own)
+                for (count, _), own in zip(parts, inputs, strict=True)
             ]
             for sample, (count, seed) in zip(batches, parts, strict=True):
                 yield None if sample is None else self._finish_draw(sample, count, seed)
@@ -259,7 +260,7 @@ class Server:
             if ticket is not None:
                 self._gate.report.remote(self._shard, *self.totals(), ticket)
 
-    def _start_draw(self, count: int, beta: float | None) -> Sample | None:
+    def _start_draw(self, count: int, inputs: DrawInputs) -> Sample | None:
         """Starts a draw of `count` items; returns None if nothing can be drawn."""
         # Without an anchor, a compiled draw is masked; with a storage on the host it would raise.
         is_on_host = self._buffer.storage.is_on_host
@@ -270,8 +271,8 @@ class Server:
         sampler = self._buffer.sampler
         # Without a state to return, a draw is faster.
         if not sampler.consumes and not sampler.count_draws:
-            return self._methods.sample(self._state, key, count, beta)
-        self._state, sample = self._methods.draw(self._state, key, count, beta)
+            return self._methods.sample(self._state, key, count, *inputs)
+        self._state, sample = self._methods.draw(self._state, key, count, *inputs)
         return sample
 
     def _finish_draw(self, sample: Sample, count: int, seed: list[int]) -> Sample | None:

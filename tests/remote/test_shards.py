@@ -15,6 +15,7 @@ from jrb.remote import setup as setups
 from jrb.remote.draws import ShardFacts
 from jrb.remote.server import Server
 from jrb.remote.setup import Setup
+from jrb.types.messages import DrawInputs
 from tests.remote.rows import EXAMPLE, buffer, rows
 
 GIVEN = {0: np.arange(1.0, 9), 1: np.full(5, 0.5), 2: np.arange(3.0, 15)}
@@ -108,11 +109,11 @@ def test_a_batch_is_whole_where_a_shard_was_begun_anew_after_it_said_what_it_hol
         one.extend(0, 7, 0, jax.tree.leaves(rows(shard, 0, 9)), None, None)
     actors = [SingleProcess.actor(lambda shard=shard: servers[shard]) for shard in range(2)]
     own_draws = drawing.Drawing(own, actors, None)
-    (draw,) = own_draws.ask(16, [None])
+    (draw,) = own_draws.ask(16, [DrawInputs()])
     assert own_draws.take(draw, None).info["shard"].tolist().count(1) == 8
     facts = [one.facts() for one in servers]
     servers[1] = Server(own, 1)
-    parts = [one.draw(16, None, 1, *facts) for one in servers]
+    parts = [one.draw(16, DrawInputs(), 1, *facts) for one in servers]
     assert parts[1] is None
     sample = own_draws.take(draw._replace(parts=parts, each=facts), None)
     assert sample.info["shard"].tolist() == [0] * 16
@@ -130,8 +131,8 @@ def test_a_patient_draw_waits_for_what_was_counted_but_is_not_written_yet(monkey
     arrives = lambda _: server.extend(0, 7, 0, jax.tree.leaves(rows(0, 0, 9)), None, None)
     monkeypatch.setattr(gate.time, "sleep", arrives)
     own_draws = drawing.Drawing(own, [SingleProcess.actor(lambda: server)], None)
-    assert own_draws.draw(16, None, None, patient=False) is None
-    assert own_draws.draw(16, None, None, patient=True).data["id"].shape == (16, 2)
+    assert own_draws.draw(16, DrawInputs(), None, patient=False) is None
+    assert own_draws.draw(16, DrawInputs(), None, patient=True).data["id"].shape == (16, 2)
 
 
 def test_draws_are_in_proportion_over_all_shards(cluster):

@@ -10,6 +10,7 @@ import pytest
 import jrb
 from jrb.remote import serve
 from tests.remote.rows import EXAMPLE, buffer, equal, returned, reward, rows
+from tests.samplers import weights
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,34 @@ def test_streams_come_out_as_they_were_sent(cluster, workers, storage, envs):
         here = float(sample.data["next"]["reward"][place]), int(sample.info["steps"][place])
         assert here == expected
         assert time >= counts[stream] - 24
+
+
+def test_a_context_reaches_the_sampler(cluster):
+    sampler = jrb.Weighted(weights.fresh, leaves=(("next", "reward"),))
+    made = buffer(96, sampler=sampler, unit=jrb.Transition())
+    with serve(made, EXAMPLE, streams=2, num_cpus=0) as remote:
+        with pytest.raises(ValueError, match="a buffer of size 0"):
+            remote.sample(context=np.float32(0))
+        for stream in range(2):
+            remote.extend(rows(stream, 0, 40), stream=stream)
+        remote.wait()
+        least = lambda sample: int(np.asarray(sample.data["next"]["reward"]).min())
+        for lane, time in ((0, 5), (1, 30)):
+            bound = reward(np.int32(lane), np.int32(time))
+            assert bound <= least(remote.sample(500, context=jnp.asarray(bound))) < bound + 100
+        assert least(remote.sample(500)) < 100
+        # A function gives the context of each batch; all are requested with one call.
+        batches = remote.ahead(500, 4, context=lambda number: reward(np.int32(1), number))
+        for number in range(6):
+            assert least(next(batches)) >= reward(np.int32(1), number)
+        with pytest.raises(ValueError, match="no anchor with a weight above 0"):
+            remote.sample(context=np.float32(np.inf))
+
+
+def test_a_context_that_nothing_uses_is_refused(remote):
+    for call in (remote.sample, remote.ahead):
+        with pytest.raises(TypeError, match="context: expected None, as Prioritized does not use"):
+            call(context=jnp.int32(0))
 
 
 def test_draws_are_those_of_a_buffer_in_this_process(cluster):

@@ -13,6 +13,7 @@ import jrb
 from jrb.remote import client, draws, gate
 from jrb.remote.setup import Setup
 from jrb.state import Sample
+from jrb.types.messages import DrawInputs
 
 
 class Calls:
@@ -148,8 +149,8 @@ class Drawing:
         self.numbers, self.moments = itertools.count(), itertools.count()
         self.permits, self.consumes = None, False
 
-    def ask(self, batch_size, betas, ticket):
-        return [draws.RemoteDraw([next(self.numbers)], [], batch_size, beta) for beta in betas]
+    def ask(self, batch_size, inputs, ticket):
+        return [draws.RemoteDraw([next(self.numbers)], [], batch_size, own) for own in inputs]
 
     def wait(self, calls, num_returns, timeout):
         self.strike()
@@ -171,7 +172,7 @@ class Drawing:
 def test_no_batch_that_was_drawn_ahead_is_lost(monkeypatch):
     monkeypatch.setattr(draws, "ray", lambda: drawing)
     drawing = Drawing()
-    batches, found = draws.Ahead(drawing, lambda: None, 1, 3, None, None), []
+    batches, found = draws.Ahead(drawing, lambda: None, 1, 3, DrawInputs(), None), []
     while len(found) < 9:
         with contextlib.suppress(KeyboardInterrupt):
             found.append(int(next(batches).data[0]))
@@ -194,7 +195,7 @@ def test_a_closed_iterator_gives_back_what_was_drawn_and_a_dropped_one_tells(mon
     monkeypatch.setattr(draws, "ray", lambda: drawing)
     drawing = Patient()
     drawing.consumes = True
-    batches = draws.Ahead(drawing, lambda: None, 1, 4, None, None)
+    batches = draws.Ahead(drawing, lambda: None, 1, 4, DrawInputs(), None)
     assert [int(next(batches).data[0]) for _ in range(5)] == list(range(5))
     batches.close()
     later = drain(batches)
@@ -202,7 +203,7 @@ def test_a_closed_iterator_gives_back_what_was_drawn_and_a_dropped_one_tells(mon
     del batches
     assert not caplog.records
     with contextlib.suppress(ArithmeticError):
-        for _ in draws.Ahead(drawing, lambda: None, 1, 4, None, None):
+        for _ in draws.Ahead(drawing, lambda: None, 1, 4, DrawInputs(), None):
             raise ArithmeticError("in the learner's loop")
     assert "batches are lost" in caplog.text
 
@@ -243,12 +244,12 @@ def test_an_iterator_keeps_no_permit_that_it_does_not_use(monkeypatch):
     drawing.permits = permits = AllPermits(11)
     ask = drawing.ask
 
-    def use(batch_size, betas, ticket):
+    def use(batch_size, inputs, ticket):
         permits.unused.remove(ticket)
-        return ask(batch_size, betas, ticket)
+        return ask(batch_size, inputs, ticket)
 
     drawing.ask = use
-    batches = draws.Ahead(drawing, lambda: None, 1, 4, None, None)
+    batches = draws.Ahead(drawing, lambda: None, 1, 4, DrawInputs(), None)
     for number in range(10):
         assert int(next(batches).data[0]) == number
         assert not permits.unused
@@ -291,7 +292,7 @@ def test_a_draw_that_finds_nothing_for_long_says_what_is_missing(monkeypatch, ca
     monkeypatch.setattr(draws, "ray", lambda: drawing)
     take = drawing.take
     drawing.take = lambda draw, device: take(draw, device) if now[0] > 13 else None
-    assert int(next(draws.Ahead(drawing, lambda: None, 1, 1, None, None)).data[0]) == 4
+    assert int(next(draws.Ahead(drawing, lambda: None, 1, 1, DrawInputs(), None)).data[0]) == 4
     assert [record.getMessage() for record in caplog.records] == [
         "After 12 seconds: nothing to draw"
     ]
