@@ -905,6 +905,14 @@ def draw_arguments(
     inputs: DrawInputs,
 ) -> tuple[int, DrawInputs]:
     """Checks the arguments of a draw by one or several samplers; returns B and the others."""
+    beta, context = inputs
+    size = check_batch(samplers, default, batch_size, context)
+    random_bits.check_key(key)
+    return size, DrawInputs(None if beta is None else checks.number("beta", beta), context)
+
+
+def check_batch(samplers: list[Sampler], default: int | None, batch_size: Any, context: Any) -> int:
+    """Checks the batch size and the context of a draw; returns the batch size."""
     size = default if batch_size is None else batch_size
     if size is None:
         raise ValueError(
@@ -914,19 +922,12 @@ def draw_arguments(
     # The default was checked when the description was made.
     if batch_size is not None:
         checks.count("batch_size", batch_size)
-    random_bits.check_key(key)
-    beta, context = inputs
-    check_context(samplers, context)
-    return int(size), DrawInputs(None if beta is None else checks.number("beta", beta), context)
-
-
-def check_context(samplers: list[Sampler], context: Any) -> None:
-    """Raises TypeError for a context that no sampler uses."""
     if context is not None and all(sampler.reads is None for sampler in samplers):
         raise TypeError(
             f"context: expected None, as {type(samplers[0]).__name__} does not use it, got "
             f"{type(context).__name__}. Samplers such as jrb.Weighted do."
         )
+    return int(size)
 
 
 def check_single(buffer: object, who: str) -> None:

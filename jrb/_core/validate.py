@@ -525,14 +525,13 @@ def warn_of_refused(
     bits = values.reshape(-1).view(np.uint32)
     if not bits.size or bits[bits.argmax()] < _BITS_OF_INFINITY:
         return
-    # Those of masked entries, or masked rows of windows, may be anything.
-    mask: Any = True
-    if isinstance(which, Sample):
-        mask = which.weights if which.weights.shape == values.shape else which.mask
-    if "priorities" in _warned_of(buffer) or not _is_on_cpu(mask):
+    # Those of masked entries, of masked rows of windows, and of entries without weight may be
+    # anything.
+    flags = (which.mask, which.weights) if isinstance(which, Sample) else ()
+    flags = [each for each in flags if each.shape == values.shape]
+    if "priorities" in _warned_of(buffer) or not all(map(_is_on_cpu, flags)):
         return
-    mask = np.asarray(mask)
-    is_used = mask > 0 if mask.shape == values.shape else True
+    is_used = np.all([np.asarray(each) > 0 for each in flags], axis=0)
     wrong = ~((values >= 0) & (values < np.inf)) & is_used
     if wrong.any():
         _warned_of(buffer).add("priorities")

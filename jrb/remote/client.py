@@ -13,7 +13,7 @@ import numpy as np
 from jrb._core import steps
 from jrb._core.validate import copy_arrays
 from jrb.authoring import checks
-from jrb.buffer import ReplayBuffer, check_context
+from jrb.buffer import ReplayBuffer, check_batch
 from jrb.limits import SampleToInsert
 from jrb.remote import setup as setups
 from jrb.remote.draws import Ahead, Drawing, can_draw
@@ -413,13 +413,5 @@ class Remote:
                 self._owns = False
 
     def _batch_size(self, batch_size: int | None, context: Any) -> int:
-        """Returns the batch size of a draw, after checks of its arguments."""
-        check_context([self._setup.buffer.sampler], context)
-        batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size
-        if batch_size is None:
-            raise ValueError(
-                "batch_size: expected a number, got None. Give it to ReplayBuffer(batch_size=...), "
-                "or to this call."
-            )
-        checks.count("batch_size", batch_size)
-        return int(batch_size)
+        buffer = self._setup.buffer
+        return check_batch([buffer.sampler], buffer.batch_size, batch_size, context)

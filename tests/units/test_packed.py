@@ -144,6 +144,12 @@ CASES = [
     (jrb.Prioritized(max_draws=2), jrb.RoundRobin(), "device", 2),
     (jrb.Grouped("token", 50, 2), jrb.RoundRobin(), "device", 2),
     (jrb.Mixture((jrb.Uniform(), jrb.Prioritized()), (0.5, 0.5)), jrb.RoundRobin(), "device", 1),
+    (
+        jrb.Mixture((jrb.Newest(0.5), jrb.Prioritized()), (0.5, 0.5), max_draws=2),
+        jrb.RoundRobin(),
+        "spill",
+        None,
+    ),
 ]
 
 
@@ -185,6 +191,7 @@ def test_rows_hold_whole_episodes(sampler, writer, storage, envs):
         assert starts
         state, drawn = methods.draw(state, jax.random.key(number))
         np.testing.assert_array_equal(drawn.indices, batch.indices)
+        assert sampler.max_draws is None or state.sampler.draws.max() <= sampler.max_draws
     assert first > 3 * rows
 
 
