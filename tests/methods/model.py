@@ -18,6 +18,7 @@ class Model:
         self.writer = writers.of(buffer)
         self.sampler = samplers.of(buffer, rule.all_held)
         self.sampler.time_of = lambda row: (self.writer.lanes[row.env].index(row), row.env)
+        self.sampler.entered = self.entered
 
     def at(self, slot):
         return self.writer.held().get(int(slot))
@@ -37,6 +38,19 @@ class Model:
         found = sorted(units.anchors(self.rule, self.writer), key=lambda pair: pair[1])
         rows = [row for row, _ in found]
         self.anchors = self.sorted(rows)
+
+    def entered(self, aligned=None):
+        """Returns all anchors in the order in which they became so.
+
+        Those of one row follow each other by environment. With several rows, `aligned` tells where
+        all environments have a row at the same time: at their "oldest" or "newest" rows.
+        """
+        if not self.writer.is_chronological:
+            return [row for row in self.writer.came if row in self.writer.slots]
+        shift = [-len(lane) * (aligned == "newest") for lane in self.writer.lanes]
+        found = units.anchors(self.rule, self.writer)
+        order = lambda pair: ((pair[1][0] + shift[pair[1][1]]) * bool(aligned), *pair[1][1:])
+        return [row for row, _ in sorted(found, key=order)]
 
     @property
     def per_env(self):
@@ -75,7 +89,7 @@ class Model:
 
     def rows(self, given, t):
         """Returns the items that are written at time t."""
-        names, found = ("number", "x", "after", "reward", "done"), []
+        names, found = ("number", "key", "x", "after", "reward", "done"), []
         for env in range(self.writer.envs):
             if given["mask"][t] if given["mask"].ndim == 1 else given["mask"][t, env]:
                 items = {name: given[name][t, env] for name in names}
@@ -125,7 +139,10 @@ class Model:
         self.anchors = []
 
     def draw(self, slots, real, draws):
-        self.sampler.draw(self.anchors, slots, real)
+        if self.unit.anchors_per_entry > 1:
+            self.sampler.draw_some(self.anchors, samplers.drawn(slots, real))
+        else:
+            self.sampler.draw(self.anchors, slots, real)
         held = self.writer.held()
         drawn = [held[slot] for slot in samplers.drawn(slots, real)]
         self.draws += len(drawn)

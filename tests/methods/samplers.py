@@ -49,6 +49,11 @@ class Alike:
         assert all(real) if may else not any(real)
         assert not may or set(slots) <= may
 
+    def draw_some(self, anchors, slots):
+        """Asserts that a draw may be of these slots, of which as many were drawn as fit."""
+        assert set(slots) <= {row.slot for row in self.may(anchors)}
+        assert bool(slots) == self.ready(anchors)
+
     def at_end(self, anchors, slots, real):
         """Asserts that a draw of many is possible, and draws every anchor that may be drawn."""
         assert set(drawn(slots, real)) == {row.slot for row in self.may(anchors)}
@@ -76,6 +81,10 @@ class Distinct(Alike):
         assert real == [place < count for place in range(len(slots))]
         assert len(set(slots[:count])) == count
         assert set(slots[:count]) <= {row.slot for row in anchors}
+
+    def draw_some(self, anchors, slots):
+        assert len(set(slots)) == len(slots)
+        super().draw_some(anchors, slots)
 
     at_end = draw
 
@@ -132,7 +141,7 @@ class Priorities(Alike):
             self.highest = max([np.float32(1), *(row.priority for row in anchors)])
 
     def may(self, anchors):
-        return [row for row in anchors if row.priority >= 0]
+        return [row for row in anchors if row.priority is not None and row.priority >= 0]
 
     def at_end(self, anchors, slots, real):
         self.draw(anchors, slots, real)  # rows of priority 0 are hardly ever drawn
@@ -181,6 +190,14 @@ class Limited:
         for slot, count in uses.items():
             self.use(may[slot], count) if count else None
 
+    def draw_some(self, anchors, slots):
+        super().draw_some(anchors, slots)
+        may = {row.slot: row for row in self.may(anchors)}
+        for slot, count in collections.Counter(slots).items():
+            assert may[slot].draws + count <= self.sampler.max_draws
+            assert count == 1 or self.sampler not in DISTINCT
+            self.use(may[slot], count)
+
     def at_end(self, anchors, slots, real):
         may = {row.slot for row in self.may(anchors)}
         self.draw(anchors, slots, real)
@@ -196,6 +213,65 @@ class LimitedNewest(Limited, Newest):
 
     def may(self, anchors):
         return Newest.may(self, sorted(self.unread(anchors), key=self.time_of))
+
+
+class Groups(Alike):
+    """Draws groups of the last anchors of a key: lists of rows by key, the newest group last."""
+
+    def empty(self):
+        self.groups, self.known = {}, set()
+
+    def wrote(self, new, held, anchors, waits):
+        self.changed(None, None)
+
+    def changed(self, before, after, names=None, lanes=False, aligned=None):
+        order, one = self.entered(aligned), self.sampler
+        for key, rows in list(self.groups.items()):
+            self.groups[key] = [row for row in rows if row in order]
+            if not self.groups[key]:
+                del self.groups[key]
+        for row in order:
+            if row in self.known:
+                continue
+            key = row.items["key"]
+            if key not in self.groups and len(self.groups) == one.num_groups:
+                del self.groups[next(iter(self.groups))]
+            self.groups[key] = [*self.groups.pop(key, []), row][-one.per_group :]
+        self.known = set(order)
+
+    def told_anew(self, before, after, aligned="oldest"):
+        self.empty()
+        self.changed(before, after, aligned=aligned)
+
+    def adopt(self, old, anchors):
+        self.told_anew(None, anchors, "newest")
+
+    def drawable(self):
+        """Returns the slots of each group that may be drawn, as tuples."""
+        one, groups = self.sampler, list(self.groups.values())
+        if one.partial == "drop":
+            groups = [rows for rows in groups if len(rows) == one.per_group]
+        newest = one.sampler.count if isinstance(one.sampler, jrb.Newest) else 0
+        return {tuple(row.slot for row in rows) for rows in groups[-newest:]}
+
+    def may(self, anchors):
+        slots = {slot for group in self.drawable() for slot in group}
+        return [row for row in anchors if row.slot in slots]
+
+    def draw(self, anchors, slots, real):
+        groups, size = self.drawable(), self.sampler.per_group
+        seen = [
+            tuple(drawn(slots[at : at + size], real[at : at + size]))
+            for at in range(0, len(slots), size)
+        ]
+        for at, group in enumerate(seen):
+            assert real[at * size :][: len(group)] == [True] * len(group)
+        count = len(seen) if groups else 0
+        if self.sampler.sampler in DISTINCT:
+            count = min(count, len(groups))
+            assert len(set(seen[:count])) == count
+        assert set(seen[:count]) <= groups
+        assert not any(seen[count:])
 
 
 class Queue(Alike):
@@ -351,7 +427,7 @@ def is_priority(number):
 DISTINCT = [jrb.Uniform(False), jrb.Uniform(False, count_draws=True)]
 DISTINCT += [jrb.Uniform(False, max_draws=count) for count in range(1, 4)]
 _KINDS = {"Prioritized": Priorities, "Queue": Queue, "Lifo": LifoState, "Newest": Newest}
-_KINDS["WithoutReplacement"] = Epochs
+_KINDS |= {"WithoutReplacement": Epochs, "Grouped": Groups}
 
 
 def of(buffer, all_held):

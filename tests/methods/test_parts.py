@@ -4,6 +4,10 @@ Programs run one at a time, method by method outside `jit`. From time to time a 
 loaded, or rebuilt as another description, with which it continues.
 """
 
+import contextlib
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,31 +18,64 @@ from tests.methods import programs
 from tests.methods.model import Model
 from tests.methods.programs import EXAMPLE, MANY, STEPS, T
 from tests.methods.units import RULES
+from tests.samplers import weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")]
 
-E, ROWS, PROGRAMS = 2, 3, 60
-MEMMAP, SPILL = jrb.MemmapStorage(None), jrb.SpillStorage(None, 2 * E)
-COMPRESSED = jrb.CompressedStorage(min_bytes=1)
-ONCE = jrb.MemmapStorage(share_next_observations=True)
-COUNTED = jrb.Prioritized(count_draws=True)
+E, ROWS, PROGRAMS, TOGETHER = 2, 4, 60, 12
+"""Environments, rows of a ring, programs, and descriptions among which they move."""
 HELD = jrb.Prioritized(new_priority="largest_held")
+COUNTED = jrb.Prioritized(count_draws=True)
 IN_ORDER = jrb.WithoutReplacement(shuffle=False, count_draws=True)
-ARRAYS = [
-    ("strict n-step", HELD, jrb.RoundRobin(), MEMMAP),
-    ("transition", HELD, jrb.RoundRobin(), SPILL),
-    ("transition", jrb.Queue(), jrb.BlockWhenFull(), SPILL),
-    ("windows of a period", COUNTED, jrb.PerEnvironment(), MEMMAP),
-    ("windows of a period", COUNTED, jrb.PerEnvironment(), ONCE),
-    ("strict n-step", HELD, jrb.RoundRobin(), ONCE),
-    ("stacks", jrb.Newest(count=2), jrb.ReadOnly(), SPILL),
-    ("transition", jrb.Uniform(False), jrb.MaxValue(("next", "reward")), MEMMAP),
-    ("stacks", HELD, jrb.PerEnvironment(), COMPRESSED),
-    ("transition", jrb.Uniform(), jrb.Reservoir(0), COMPRESSED),
-    ("windows of a period", jrb.Prioritized(max_draws=2), jrb.BlockWhenFull(), MEMMAP),
-    ("strict n-step", jrb.Uniform(max_draws=1), jrb.RoundRobin(), SPILL),
-    ("stacks", jrb.Newest(count=2, max_draws=2), jrb.BlockWhenFull(), MEMMAP),
+EVERY = jrb.Weighted(weights.every, leaves=(("next", "reward"),))
+ALIKE = jrb.Weighted(weights.alike)
+DISTINCT = jrb.Uniform(replacement=False)
+STORAGES = [
+    jrb.DeviceStorage(),
+    jrb.DeviceStorage(share_next_observations=True, terminal_capacity=E * ROWS),
+    jrb.MemmapStorage(),
+    jrb.MemmapStorage(share_next_observations=True),
+    jrb.SpillStorage(None, 2 * E),
+    jrb.SpillStorage(None, 2 * E, share_next_observations=True),
+    jrb.CompressedStorage(min_bytes=1),
 ]
+WRITERS = [
+    jrb.RoundRobin(),
+    jrb.PerEnvironment(),
+    jrb.BlockWhenFull(),
+    jrb.ReadOnly(),
+    jrb.MaxValue(("next", "reward")),
+    jrb.Reservoir(0),
+]
+SAMPLERS = {
+    "unlimited": [
+        HELD,
+        jrb.Queue(),
+        COUNTED,
+        jrb.Newest(count=2),
+        DISTINCT,
+        jrb.Queue(stride=2),
+        jrb.Lifo(),
+        jrb.Uniform(),
+    ],
+    "weighted": [EVERY, dataclasses.replace(EVERY, count_draws=True)],
+    "groups": [
+        jrb.Grouped("key", 3, 2),
+        jrb.Grouped("key", 2, 2, partial="drop"),
+        jrb.Grouped("key", 3, 2, DISTINCT, count_draws=True),
+        jrb.Grouped("key", 9, 1, jrb.Newest(count=2)),
+        jrb.Grouped("key", 4, 2, ALIKE),
+        jrb.Grouped("key", 4, 2, dataclasses.replace(ALIKE, leaves=("number",)), "drop"),
+    ],
+    "limited": [
+        jrb.Prioritized(max_draws=2),
+        jrb.Uniform(max_draws=1),
+        jrb.Uniform(False, max_draws=2),
+        jrb.Newest(count=2, max_draws=2),
+        dataclasses.replace(EVERY, max_draws=2),
+        dataclasses.replace(HELD, max_draws=1),
+    ],
+}
 OBJECTS = [
     ("transition", HELD, jrb.RoundRobin(), jrb.ListStorage()),
     ("transition", jrb.Queue(count_draws=True), jrb.BlockWhenFull(), jrb.ListStorage()),
@@ -54,23 +91,56 @@ def described(unit, sampler, writer, storage):
     return jrb.ReplayBuffer(ROWS * E, E, 4, **parts), RULES[unit]
 
 
-@pytest.mark.parametrize(("parts", "seed"), [(ARRAYS, 0), (OBJECTS, 1)], ids=["arrays", "objects"])
-def test_programs_go_on_in_other_parts(parts, seed, tmp_path):
-    rng, known = np.random.default_rng(seed), [described(*each) for each in parts]
+def all_descriptions():
+    """Returns every unit, writer and storage that a kind of samplers accepts, in a random order.
+
+    Of the samplers of a kind that accept them, each is taken in turn.
+    """
+    known, turn = [], itertools.count()
+    for samplers, unit, writer, storage in itertools.product(
+        SAMPLERS.values(), RULES, WRITERS, STORAGES
+    ):
+        accepted = []
+        for sampler in samplers:
+            with contextlib.suppress(ValueError):
+                accepted.append(described(unit, sampler, writer, storage))
+        known += [accepted[next(turn) % len(accepted)]] if accepted else []
+    return [known[at] for at in np.random.default_rng(0).permutation(len(known))]
+
+
+def test_programs_go_on_in_other_parts(tmp_path):
+    run_programs(all_descriptions()[:TOGETHER], 0, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(16))
+def test_programs_go_on_in_all_parts(part, tmp_path):
+    known = all_descriptions()[part::16]
+    for start in range(0, len(known), TOGETHER):
+        run_programs(known[start : start + TOGETHER], start, tmp_path / str(start))
+
+
+def test_programs_of_objects_go_on_in_other_parts(tmp_path):
+    run_programs([described(*each) for each in OBJECTS], 1, tmp_path)
+
+
+def run_programs(known, seed, path):
+    """Runs programs that begin in each of some descriptions, and go on in others of them."""
+    rng = np.random.default_rng(seed)
     for number in range(PROGRAMS):
-        buffer, rule = known[rng.integers(len(known))]
+        buffer, rule = known[number % len(known)]
         program = Program(buffer, rule, rng)
         try:
             for _ in range(STEPS):
                 program.step()
                 chance = rng.random()
                 if chance < 0.04:
-                    program.save(tmp_path / str(number))
+                    program.save(path / str(number))
                 elif chance < 0.2:
                     program.rebuild(*known[rng.integers(len(known))])
             program.check()
         except BaseException as wrong:
-            wrong.add_note(f"in program {number}: {program.done}")
+            wrong.add_note(f"in program {number} of seed {seed}, {buffer}: {program.done}")
             raise
 
 
@@ -113,7 +183,9 @@ class Program:
     def save(self, path):
         self.done.append("save, load")
         jrb.save(path, self.buffer, self.state)
-        found, self.state = jrb.load(path)
+        # A checkpoint stores no functions.
+        holds_code = isinstance(self.buffer.unit, jrb.Hindsight) or self.buffer.sampler.reads
+        found, self.state = jrb.load(path, buffer=self.buffer if holds_code else None)
         assert found == self.buffer
         assert jrb.checkpoint.verify(path) == []
 

@@ -88,6 +88,12 @@ RULES = {
         lambda row: row.ahead - 1,
         by_lane=True,
     ),
+    "packed": Rule(
+        jrb.Packed(3, 2),
+        lambda row: row.position == 0 and row.ended,
+        lambda row: row.ahead - 1,
+        by_lane=True,
+    ),
     "stacks": Rule(jrb.FrameStack(3), lambda row: row.whole(3)),
     "stacked windows": Rule(
         jrb.FrameStack(2, unit=jrb.Sequence(2, stride=3)),

@@ -20,6 +20,11 @@ def every(leaves, age, context):
     return jnp.ones(leaf.shape[0])
 
 
+def alike(leaves, age, context):
+    """Returns the weight 1 for all groups."""
+    return jnp.ones(age.shape[0])
+
+
 def fresh(leaves, age, context):
     """Returns 0.9^age for items whose reward is at least the context, or 0 without one."""
     reward = leaves["next/reward"]
