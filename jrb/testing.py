@@ -39,7 +39,7 @@ from jrb.state import BufferState, Sample
 from jrb.types import Item, MissingMethodError, PrioritizedSampler, ShardedSampler
 from jrb.types.messages import DrawInputs
 
-__all__ = ["conform", "growth", "rows", "sum_leaves"]
+__all__ = ["conform", "consumed", "growth", "rows"]
 __dir__: PublicNames = lambda: __all__
 
 Make = Callable[[int], ReplayBuffer]
@@ -118,7 +118,7 @@ def _rows(example: SpecKey, lead: tuple[int, ...], total: jax.Array) -> Any:
     return jax.tree.map(fill, example.spec)
 
 
-def sum_leaves(tree: Item) -> jax.Array:
+def consumed(tree: Item) -> jax.Array:
     """Returns a number, float32 `[]`, that depends on every leaf."""
     total = jnp.float32(0)
     for leaf in jax.tree.leaves(tree):
@@ -525,15 +525,15 @@ def check_in_place(make: Make, example: Item) -> None:
         return buffer.add(state, rows(example, total, *buffer._lead())), total
 
     def sample(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
-        return state, total + sum_leaves(buffer.sample(state, jax.random.fold_in(key, 1)))
+        return state, total + consumed(buffer.sample(state, jax.random.fold_in(key, 1)))
 
     def add_sample(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
         state = add(buffer, state, total, key)[0]
-        return state, sum_leaves(buffer.sample(state, key))
+        return state, consumed(buffer.sample(state, key))
 
     def draw_add(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
         state, sample = buffer.draw(state, key)
-        return add(buffer, state, total, key)[0], sum_leaves(sample)
+        return add(buffer, state, total, key)[0], consumed(sample)
 
     for step in (add_sample, draw_add):
         for agents in (None, 4):

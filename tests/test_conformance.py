@@ -171,7 +171,7 @@ def test_a_broken_part_is_noticed():
 def test_a_copy_is_noticed():
     def sample_add(buffer, state, total, key):
         sample = buffer.sample(state, key)
-        return buffer.add(state, testing.rows(EXAMPLE, total, 4)), testing.sum_leaves(sample)
+        return buffer.add(state, testing.rows(EXAMPLE, total, 4)), testing.consumed(sample)
 
     make = lambda n: jrb.ReplayBuffer(n, num_envs=4, batch_size=8)
     assert testing.growth(make, EXAMPLE, sample_add) > 0.5

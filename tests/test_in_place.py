@@ -51,48 +51,48 @@ def rows(total, *lead):
 
 def add_sample(buffer, state, total, key):
     state = buffer.add(state, rows(total, E))
-    return state, testing.sum_leaves(buffer.sample(state, key))
+    return state, testing.consumed(buffer.sample(state, key))
 
 
 def masked_add_sample(buffer, state, total, key):
     state = buffer.add(state, rows(total, E), mask=total > 0.5)
-    return state, testing.sum_leaves(buffer.sample(state, key))
+    return state, testing.consumed(buffer.sample(state, key))
 
 
 def sample_add(buffer, state, total, key):
     sample = buffer.sample(state, key)
-    return buffer.add(state, rows(total, E)), testing.sum_leaves(sample)
+    return buffer.add(state, rows(total, E)), testing.consumed(sample)
 
 
 def draw_add(buffer, state, total, key):
     state, sample = buffer.draw(state, key)
-    return buffer.add(state, rows(total, E)), testing.sum_leaves(sample)
+    return buffer.add(state, rows(total, E)), testing.consumed(sample)
 
 
 def extend_draw_extend(buffer, state, total, key):
     state = buffer.extend(state, rows(total, 6, E))
     state, sample = buffer.draw(state, key)
-    return buffer.extend(state, rows(total + 1, 3, E)), testing.sum_leaves(sample)
+    return buffer.extend(state, rows(total + 1, 3, E)), testing.consumed(sample)
 
 
 def masked_extend_draw_empty(buffer, state, total, key):
     state = buffer.extend(state, rows(total, 5, E), mask=jnp.sin(total + jnp.arange(5.0)) > 0)
     state, sample = buffer.draw(state, key)
-    return buffer.add(buffer.empty(state), rows(total + 1, E)), testing.sum_leaves(sample)
+    return buffer.add(buffer.empty(state), rows(total + 1, E)), testing.consumed(sample)
 
 
 def sample_update_add(buffer, state, total, key):
     sample = buffer.sample(state, key)
     priorities = jnp.abs(jnp.sin(total + jnp.arange(B, dtype=jnp.float32)))
     state = buffer.update_priority(state, sample, priorities)
-    return buffer.add(state, rows(total, E)), testing.sum_leaves(sample)
+    return buffer.add(state, rows(total, E)), testing.consumed(sample)
 
 
 def draw_add_update(buffer, state, total, key):
     state, sample = buffer.draw(state, key)
     state = buffer.add(state, rows(total, E))
     state = buffer.update_priority(state, sample, sample.data["next"]["reward"] ** 2)
-    return state, testing.sum_leaves(sample)
+    return state, testing.consumed(sample)
 
 
 def add_sample_update_twice(buffer, state, total, key):
@@ -100,7 +100,7 @@ def add_sample_update_twice(buffer, state, total, key):
         state = buffer.add(state, rows(total, E))
         sample = buffer.sample(state, key)
         state = buffer.update_priority(state, sample, sample.data["next"]["reward"] ** 2)
-        total = total + testing.sum_leaves(sample)
+        total = total + testing.consumed(sample)
     return state, total
 
 
@@ -108,18 +108,18 @@ def everything(buffer, state, total, key):
     """Calls the methods in orders in which nothing is copied."""
     state = buffer.add(state, rows(total, E), mask=total > 0.5)
     state, sample = buffer.draw(state, key)
-    total = total + testing.sum_leaves(sample)
+    total = total + testing.consumed(sample)
     state = buffer.extend(state, rows(total, 6, E))
     state = buffer.add(state, rows(total, E))
     if buffer.sampler.prioritized:
         sample = buffer.sample(state, key)
-        total = total + testing.sum_leaves(sample)
+        total = total + testing.consumed(sample)
         priorities = jnp.abs(jnp.sin(total + jnp.arange(B, dtype=jnp.float32)))
         state = buffer.update_priority(state, sample, priorities)
         state = buffer.add(state, rows(total, E))
     else:
         state, sample = buffer.draw(state, key)
-        total = total + testing.sum_leaves(sample)
+        total = total + testing.consumed(sample)
     state = buffer.empty(state)
     state = buffer.extend(state, rows(total, 3, E), mask=jnp.sin(total + jnp.arange(3.0)) > 0)
     return state, total
@@ -245,7 +245,7 @@ def edits(buffer, state, total, key):
     state = buffer.drop(state, sample)
     add_one = lambda items: {"next": {"reward": items["next"]["reward"] + total}}
     state = buffer.map(state, add_one, batch_size=64)
-    total = total + testing.sum_leaves((sample, buffer.newest(state, 2)))
+    total = total + testing.consumed((sample, buffer.newest(state, 2)))
     return buffer.add(state, rows(total, E)), total
 
 
@@ -254,7 +254,7 @@ def schedules(buffer, state, total, key):
     state = buffer.set_alpha(state, total * 0.01)
     state = buffer.add(state, rows(total, E))
     sample = buffer.sample(state, key, beta=total * 0.01)
-    total = total + testing.sum_leaves(sample)
+    total = total + testing.consumed(sample)
     state = buffer.update_priority(state, sample, jnp.abs(jnp.sin(total + jnp.arange(float(B)))))
     return buffer.set_alpha(state, total * 0.02), total
 
@@ -293,7 +293,7 @@ def lanes(buffer, state, total, key):
     state, sample = buffer.draw(state, key)
     state = buffer.truncate(state, steps[1])
     state = buffer.set(state, sample, {"next": {"reward": jnp.zeros(B)}})
-    total = total + testing.sum_leaves((sample, buffer.newest(state, 2)))
+    total = total + testing.consumed((sample, buffer.newest(state, 2)))
     return buffer.add(state, rows(total, E)), total
 
 
@@ -332,7 +332,7 @@ def test_no_dtype_is_widened_and_copied(dtype, agents):
     def step(buffer, state, total, key):
         state = buffer.extend(state, testing.rows(example, total, 3, E))
         state = buffer.add(state, testing.rows(example, total, E), mask=total > 0.5)
-        return state, testing.sum_leaves(buffer.sample(state, key))
+        return state, testing.consumed(buffer.sample(state, key))
 
     make = lambda n: jrb.ReplayBuffer(n, num_envs=E, batch_size=B)
     assert testing.growth(make, example, step, agents) < 0.01
