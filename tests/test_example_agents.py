@@ -1,4 +1,8 @@
-"""Every agent of examples/agents learns in a small configuration, its buffer written in place."""
+"""Every agent of examples/agents learns in a small configuration, its buffer written in place.
+
+To learn takes a minute each. Except for two agents, it is left out unless asked for; all agents are
+traced with their own configurations.
+"""
 
 import dataclasses
 import functools
@@ -26,6 +30,7 @@ def trained(name, example, seeds=2, **changes):
     return np.asarray(program(keys))
 
 
+@pytest.mark.long
 def test_r2d2_remembers_the_light_that_it_saw_once():
     pytest.importorskip("flax")
     zeros = jnp.zeros(32)
@@ -35,6 +40,7 @@ def test_r2d2_remembers_the_light_that_it_saw_once():
     assert trained("r2d2", example, **small)[:, -1].mean() > 0.7  # an agent without memory scores 0
 
 
+@pytest.mark.long
 def test_muzero_catches_after_search_in_its_model():
     for module in ("flax", "gymnax", "mctx"):
         pytest.importorskip(module)
@@ -53,6 +59,7 @@ def test_grpo_learns_to_count_down():
     assert curves[:, -1].mean() > 0.3  # random tokens score 0.03
 
 
+@pytest.mark.long
 def test_dreamer_catches_after_imagining():
     for module in ("flax", "gymnax"):
         pytest.importorskip(module)
@@ -62,6 +69,7 @@ def test_dreamer_catches_after_imagining():
     assert curves[:, -2:].mean() > -0.4  # random actions score -0.6
 
 
+@pytest.mark.long
 def test_rainbow_returns_more_than_random_play():
     for module in ("flax", "gymnax"):
         pytest.importorskip(module)
@@ -76,6 +84,7 @@ def test_rainbow_returns_more_than_random_play():
     assert curves[:, -1].mean() > 1.0  # random actions score 0.4
 
 
+@pytest.mark.long
 def test_sac_swings_the_pendulum_up():
     for module in ("flax", "gymnax"):
         pytest.importorskip(module)
@@ -85,6 +94,7 @@ def test_sac_swings_the_pendulum_up():
     assert curves[:, -2:].mean() > -600  # random actions score -1214
 
 
+@pytest.mark.long
 def test_qmix_finds_the_best_payoff_and_sums_of_values_do_not():
     pytest.importorskip("flax")
     each = {"observation": jnp.zeros((2, 7)), "state": jnp.zeros(6)}
@@ -110,6 +120,18 @@ def test_iql_plays_better_than_the_set_that_it_learns_from(tmp_path):
     recorded = jrb.stats(buffer, replay)["return"]["mean"]
     assert -750 < recorded < -500
     assert curves[:, -1].mean() > recorded + 150
+
+
+@pytest.mark.parametrize("name", ["dreamer", "muzero", "qmix", "r2d2", "rainbow", "sac"])
+@pytest.mark.whole
+def test_agents_are_traced(name):
+    for module in ("flax", "gymnax", "mctx"):
+        pytest.importorskip(module)
+    agent = importlib.import_module(f"examples.agents.{name}")
+    config = agent.Config()
+    with jax.numpy_dtype_promotion("standard"):
+        curve = jax.eval_shape(lambda key: agent.train(key, config), jax.random.key(0))
+    assert curve.dtype == jnp.float32 and curve.ndim == 1
 
 
 def test_returns_of_episodes_are_tracked_and_averaged_by_parts():

@@ -115,7 +115,6 @@ def assert_same(one, other):
         np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(("unit", "sampler"), FAMILIES[2:])
 def test_any_number_of_devices_does_the_same(unit, sampler):
     meshes = [(None, None), (4, AxisType.Explicit)]

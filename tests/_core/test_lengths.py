@@ -98,7 +98,6 @@ def arguments(rng, name, buffer, length, on_device, share=0.5):
 
 
 @pytest.mark.slow
-@pytest.mark.whole
 @pytest.mark.parametrize("name", sorted(BUFFERS))
 @hypothesis.settings(max_examples=3)
 @hypothesis.given(st.integers(0, 2**31), st.booleans(), st.booleans())

@@ -896,13 +896,13 @@ def temporary(path):
     return found
 
 
-def flip(path, seed):
-    """Flips a bit of every byte of a store with two generations."""
+def flip(path, seed, stride):
+    """Flips a bit of every `stride`-th byte of a store with two generations."""
     rng = random.Random(seed)
 
     def flips(data):
         changed = bytearray(data)
-        for at in range(len(data)):
+        for at in range(0, len(data), stride):
             changed[at] ^= 1 << rng.randrange(8)
             yield changed
             changed[at] = data[at]
@@ -910,9 +910,9 @@ def flip(path, seed):
     return damage(path, flips)
 
 
-def cut(path):
-    """Cuts the files of a store with two generations at every length."""
-    return damage(path, lambda data: (data[:length] for length in range(len(data))))
+def cut(path, stride):
+    """Cuts the files of a store with two generations at every `stride`-th length."""
+    return damage(path, lambda data: (data[:length] for length in range(0, len(data), stride)))
 
 
 def damage(path, changes):

@@ -211,7 +211,7 @@ KILLS = 3
 
 @pytest.mark.slow
 @pytest.mark.faults
-@pytest.mark.parametrize("storage", ["device", "memmap"])
+@pytest.mark.parametrize("storage", ["memmap", pytest.param("device", marks=pytest.mark.long)])
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
     storage, tmp_path, tmp_path_factory
 ):

@@ -83,7 +83,7 @@ def check_draws(batch, weight, beta=0.0):
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("length", [7, 16, 45])
+@pytest.mark.parametrize("length", [45, 7, pytest.param(16, marks=pytest.mark.long)])
 def test_draws_follow_the_weights(unit, writer, storage, length):
     parts = {"unit": weights.UNITS[unit], "storage": STORAGES[storage], "writer": writer}
     buffer, state = filled(FRESH, length, **parts)
