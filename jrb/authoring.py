@@ -27,7 +27,6 @@ from jrb._xla.compat import enable_x64
 from jrb._xla.dependencies import empty_state, materialize, overwrite
 from jrb._xla.gather import read as read_rows
 from jrb.ring import Ring
-from jrb.types.messages import all_held, episode_ends, every_slot, put_rows
 from jrb.units.episodes import lengths as episode_lengths
 
 last_of_equals: Callable[[Ring, jax.Array], jax.Array] = Ring.last_of_equals
@@ -38,7 +37,6 @@ __all__ = [
     "Folder",
     "Lock",
     "absolute_path",
-    "all_held",
     "bytes_text",
     "call_on_host",
     "casting",
@@ -49,10 +47,8 @@ __all__ = [
     "declared_nbytes",
     "empty_state",
     "enable_x64",
-    "episode_ends",
     "episode_lengths",
     "escape_errors",
-    "every_slot",
     "last_of_equals",
     "leaf_name",
     "leaf_names",
@@ -60,7 +56,6 @@ __all__ = [
     "materialize",
     "overwrite",
     "printable",
-    "put_rows",
     "read_items",
     "read_rows",
     "require",

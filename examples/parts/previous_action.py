@@ -7,16 +7,7 @@
 import jax
 import jax.numpy as jnp
 
-from jrb.authoring import (
-    all_held,
-    empty_state,
-    episode_ends,
-    episode_lengths,
-    every_slot,
-    leaf_name,
-    put_rows,
-    read_rows,
-)
+from jrb.authoring import empty_state, episode_lengths, leaf_name, read_rows
 from jrb.keys import Keys, path_name, within
 from jrb.ring import Ring
 from jrb.types import (
@@ -78,10 +69,11 @@ class PreviousAction(Unit):
         self, context: Context, state: PreviousActionState, plan: WritePlan, items: Item
     ) -> tuple[PreviousActionState, AnchorUpdate]:
         """Makes written rows anchors; rows that they overwrite are anchors no more."""
-        ends = episode_ends(context, plan, items)
+        ends = plan.episode_ends(context.keys, items)
         length, running = episode_lengths(state.running, ends, plan, most=2)
-        follows = put_rows(state.follows, plan, length > 1)
-        return PreviousActionState(follows=follows, running=running), every_slot(context, plan)
+        follows = plan.put(state.follows, length > 1)
+        state = PreviousActionState(follows=follows, running=running)
+        return state, AnchorUpdate.of_held(context, plan)
 
     def truncate(
         self, context: Context, state: PreviousActionState, which: jax.Array
@@ -110,7 +102,7 @@ class PreviousAction(Unit):
 
     def anchors(self, context: Context, state: PreviousActionState) -> Anchors:
         """Returns all slots that hold an item."""
-        return all_held(context)
+        return Anchors.of_held(context)
 
     def plan_read(
         self,

@@ -14,7 +14,7 @@ from jrb import sum_tree
 from jrb._xla import dependencies, gather
 from jrb.state import Buffer
 from jrb.types import Anchors, AnchorUpdate, PrioritizedSampler
-from jrb.types.messages import PartState, clear_run
+from jrb.types.messages import PartState
 
 
 def drawable_anchors(
@@ -46,7 +46,7 @@ def update_anchors(buffer: Buffer, state: PartState, change: AnchorUpdate) -> An
         clear_all = lambda tree, departs: sum_tree.set_all(
             tree, jnp.where(departs, 0.0, sum_tree.leaf_values(tree))
         )
-        tree = clear_run(ring, change.expired, tree, _clear, clear_all)
+        tree = change.clear_expired(ring, tree, _clear, clear_all)
         change = dataclasses.replace(change, expired=None)
     # Departures come first, as a slot may do both in one call.
     departed, entered = change.departed_slots(ring), change.entered

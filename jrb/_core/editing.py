@@ -22,7 +22,6 @@ from jrb.keys import episode_changes, path_name
 from jrb.ring import Occupancy, Ring
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Context, Item, SlotsForLeaf, WritePlan
-from jrb.types.messages import episode_ends
 
 Values = dict[str, jax.Array]
 """A dict from the names of leaves to their new values, `[B, ...]`."""
@@ -201,7 +200,7 @@ def flagged_ends(buffer: Buffer, context: Context, items: Item) -> jax.Array:
         first = buffer.keys.get(items, "episode")[0].reshape(-1)
         changes = episode_changes(items, buffer.keys, every.written_by_clock, first)
         every = dataclasses.replace(every, cuts=changes[0])
-    return episode_ends(context, every, items)
+    return every.episode_ends(context.keys, items)
 
 
 @by_description()

@@ -27,7 +27,7 @@ from jrb._util.pytree import DType, PyTree
 from jrb._xla import gather
 from jrb.keys import path_name, within
 from jrb.types import AuxRead, Context, Item, SlotsForLeaf, WritePlan
-from jrb.types.messages import PartState, put_rows
+from jrb.types.messages import PartState
 
 # The largest leaf of an item that is packed.
 _MAX_BYTES = 1024
@@ -130,7 +130,7 @@ def with_array(column: Column, array: Any) -> Column:
 
 def put_column(column: Column, plan: WritePlan, words: jax.Array) -> Column:
     """Writes rows `[T, E, ...]`, given as stored words, at the slots of a plan."""
-    return with_array(column, put_rows(stored_array(column), plan, lax.stop_gradient(words)))
+    return with_array(column, plan.put(stored_array(column), lax.stop_gradient(words)))
 
 
 def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Array:
@@ -192,7 +192,7 @@ class RowOrder:
         return lax.rem(slots, np.uint32(self.envs)), lax.div(slots, np.uint32(self.envs))
 
     def put(self, array: jax.Array, plan: WritePlan, words: jax.Array) -> jax.Array:
-        """Puts rows `[T, E, W]` at the slots of a write (see `put_rows`)."""
+        """Puts rows `[T, E, W]` at the slots of a write (see `WritePlan.put`)."""
         if plan.consecutive:
             # One row of time is a block: a slice write is twice as quick as a scatter. The index is
             # signed, as JAX 0.5 under `vmap` writes nothing if it is unsigned.

@@ -36,7 +36,7 @@ from jrb.types import (
     TransformContext,
     WritePlan,
 )
-from jrb.types.messages import Anchors, DrawInputs, PartState, SlotFacts, put_rows
+from jrb.types.messages import Anchors, DrawInputs, PartState, SlotFacts
 from jrb.types.sampler import missing_method
 
 _ORDER = 5  # the number that `random_bits.fold` gets for the order of anchors of one draw
@@ -161,7 +161,7 @@ def _put_items(
         writer = buffer.writer.evict_oldest(ring, writer, extra)
     if isinstance(state.sampler, DrawCounts) and state.sampler.draws is not None:
         # New items were drawn 0 times.
-        draws = put_rows(state.sampler.draws, plan, jnp.zeros(plan.slots.shape, jnp.int32))
+        draws = plan.put(state.sampler.draws, jnp.zeros(plan.slots.shape, jnp.int32))
         state = state.replace(sampler=state.sampler.replace(draws=draws))
     return state.replace(storage=storage), writer, plan
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jrb._util import pytree
 from jrb._xla import random_bits
 from jrb.types import Context, Item, StatefulTransform, Storage, TransformContext, WritePlan
-from jrb.types.messages import PartState, episode_ends
+from jrb.types.messages import PartState
 
 # `fold` gets this number for the key of the first transform; units use smaller ones.
 _FIRST = 16
@@ -117,7 +117,7 @@ def learn_from_write(
         return states
     lead = jax.tree.leaves(items)[0].shape[:2]
     mask = jnp.broadcast_to(plan.written_by_clock, lead)
-    ended = mask & episode_ends(context, plan, items)
+    ended = mask & plan.episode_ends(context.keys, items)
     # Transforms are applied to the T E rows as to a batch, and learn from rows `[T, E, ...]`.
     rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), items)
     remaining, after = iter(states), []

@@ -26,7 +26,6 @@ from jrb.types import (
     ShardedSampler,
     ShardStats,
 )
-from jrb.types.messages import clear_run
 
 _NO_ANCHOR = -1.0
 DROPPED = -2.0
@@ -173,7 +172,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler, LimitedSampler):
                 raw = jnp.where(departs, _NO_ANCHOR, state.raw)
                 return self._put_masses(state.replace(raw=raw), raw, sum_tree.set_all)
 
-            state = clear_run(ring, change.expired, state, clear, clear_all)
+            state = change.clear_expired(ring, state, clear, clear_all)
             change = dataclasses.replace(change, expired=None)
         departed = change.departed_slots(ring)
         # The largest held priority is read without the anchors that depart or are overwritten.

@@ -18,7 +18,6 @@ from jrb.ring import Occupancy, Ring
 from jrb.storages.host_rows import HostRows, HostView, RowsSpec, UniqueSlots
 from jrb.storages.memmap import StoreArrays, StoreRows
 from jrb.types import Context, Item, SlotsForLeaf, WritePlan
-from jrb.types.messages import plan_rows
 
 
 class TieredState(HostView):
@@ -129,7 +128,7 @@ class SpillStorage(StoreArrays):
         # The cache has a clock of its own, and plans the same rows around its smaller ring.
         mask = None if plan.consecutive else plan.written
         ring = self.cache_ring(context.ring)
-        clock, put = plan_rows(ring, state.clock, plan.passed.size, mask)
+        clock, put = WritePlan.of_rows(ring, state.clock, plan.passed.size, mask)
         write_to = lambda column, new: packed.put_column(column, put, packed.to_words(new))
         cached = jax.tree.map(write_to, state.cached, items, is_leaf=packed.is_column)
         return state.put(plan.slots, items).replace(cached=cached, clock=clock), plan

@@ -1,11 +1,11 @@
-"""The messages between the parts of a buffer, and functions that make them.
+"""The messages between the parts of a buffer.
 
 N capacity, E environments, B batch, T time.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +96,48 @@ class WritePlan:
                 f"{self.slots.shape}. Leave it False."
             )
 
+    @classmethod
+    def of_rows(
+        cls, ring: Ring, clock: Clock, length: int, mask: jax.Array | None
+    ) -> tuple[Clock, Self]:
+        """Returns the clock after T more rows, and their plan; of more than R, the last R stay.
+
+        Args:
+            ring: the shape of the ring, with R rows.
+            clock: the position before the write, arrays `[]`, or `[E]` if each environment has
+                its own.
+            length: T.
+            mask: bool `[T]`, the rows to write, or `[T, E]` with a clock `[E]`; None for all.
+        """
+        # `[]` where one clock serves all environments, `[E]` where each has its own.
+        axes = clock.cursor.shape
+        is_single = mask is None and length == 1 and not axes
+        if mask is None:
+            written = jnp.ones((length, *axes), jnp.bool_)
+        else:
+            written = jnp.broadcast_to(mask.reshape(length, *[-1] * len(axes)), (length, *axes))
+        # A single row goes to the slot as it is, so that the write stays a slice, unconditionally.
+        if is_single:
+            passed, starts = jnp.ones(1, jnp.int32), clock.cursor[None] * ring.envs
+        else:
+            passed = jnp.cumsum(written, axis=0, dtype=jnp.int32)
+            # Of more rows than the ring has, the last ones are kept: a plan has no slot twice.
+            kept = written & (passed > passed[-1] - ring.rows)
+            # A masked row has the `passed` of the row before it, so it takes no slot of its own.
+            starts = ring.row_after(clock.cursor, passed - 1) * ring.envs
+            starts = jnp.where(kept, starts, ring.capacity)
+        slots = ring.row_slots(starts)
+        plan = cls(
+            # With a clock for each environment, the slots of a row do not follow one another.
+            starts=slots.reshape(-1) if axes else starts,
+            slots=slots,
+            written=written,
+            passed=passed,
+            expired=jnp.maximum(clock.count - ring.rows + passed[-1], 0),
+            consecutive=is_single,
+        )
+        return ring.advance(clock, plan.rows), plan
+
     @property
     def length(self) -> int:
         """T, the number of rows, masked ones included."""
@@ -139,6 +181,25 @@ class WritePlan:
         if not (compiling.current_limits() == compiling.STANDALONE and array.size):
             return self
         return self.after(dependencies.zero_after(array))
+
+    def put(self, array: jax.Array, rows: jax.Array) -> jax.Array:
+        """Returns an array `[N, ...]` after rows `[T, E, ...]` were written to these slots."""
+        # Writes a slice if slots are consecutive, else scatters all items that are not dropped.
+        if self.consecutive:
+            return lax.dynamic_update_slice_in_dim(array, rows[0], self.starts[0], axis=0)
+        items = rows.reshape(self.slots.size, *rows.shape[2:])
+        return array.at[self.slots.reshape(-1)].set(items, mode="drop")
+
+    def episode_ends(self, keys: Keys, items: Item) -> jax.Array:
+        """Returns True for the rows that end an episode, by a flag or a cut, bool `[T, E]`.
+
+        Args:
+            keys: the keys of the buffer.
+            items: leaves `[T, E, ...]`; without any flag, only cuts end episodes.
+        """
+        # Without flags, episodes end only by cuts: see `ReplayBuffer.truncate`.
+        done = ends_of(items, keys) if keys.flags(items) else jnp.zeros(self.slots.shape, jnp.bool_)
+        return done if self.cuts is None else done | self.cuts
 
 
 class DrawInputs(NamedTuple):
@@ -193,6 +254,13 @@ class Anchors:
     nth: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     all_held: bool = False
     facts: SlotFacts | None = None
+
+    @classmethod
+    def of_held(cls, context: Context) -> Self:
+        """Returns every slot that holds an item, oldest first, as anchors."""
+        ring, held = context.ring, context.held
+        nth = lambda ranks, key: (held.nth(ring, ranks), jnp.ones(ranks.shape, jnp.float32))
+        return cls(count=held.size, nth=nth, all_held=True)
 
     def uniform_draw(self, ranks: jax.Array, mask: jax.Array, key: jax.Array) -> "Draw":
         """Returns the draw of anchors that were chosen with equal probability.
@@ -268,6 +336,60 @@ class AnchorUpdate:
     removed: jax.Array | None = None
     incoming: IncomingItems | None = None
 
+    @classmethod
+    def of_held(cls, context: Context, plan: WritePlan) -> Self:
+        """Returns the update by a write for a unit whose anchors are all slots that hold items."""
+        ring, held = context.ring, context.held
+        expired, written = plan.expired_by_clock, plan.rows_by_clock
+        entered, leaving = plan.slots.reshape(-1), {}
+        # In a bounded plan, each slot that departs enters again, with another item.
+        if not plan.bounded:
+            leaving = cls.departures(context, plan)
+        # With one stream, ranks follow time: the oldest rows depart, and new rows come last.
+        if held.streams == 1:
+            count = expired[0] * ring.envs
+            overwritten = jnp.maximum(held.rows(ring) + written - ring.rows, 0)[0]
+            # A storage may give up rows before their slots are needed (`WritePlan.bounded`).
+            # Then ranks move, though no slot is written.
+            early = expired[0] > overwritten
+            return cls(
+                entered=entered,
+                entered_count=written[0] * ring.envs,
+                departed_count=count,
+                departed_from=lambda rank: jnp.maximum(count - rank, 0),
+                reordered=jnp.bool_(False) if plan.bounded else early,
+                consecutive=plan.consecutive,
+                **leaving,
+            )
+        # A new item has the rank of the item that it overwrites (see `Occupancy`): other ranks
+        # change only if a stream grows, and only rows that leave without being overwritten depart.
+        grown = jnp.maximum(written - expired, 0)
+        removed = leaving.get("removed", jnp.zeros(0, jnp.int32))
+        departs, safe = removed < ring.capacity, jnp.minimum(removed, ring.capacity - 1)
+        at_or_behind = lambda rank: departs & (held.rank(ring, safe) >= rank)
+        return cls(
+            entered=entered,
+            entered_count=jnp.sum(grown, dtype=jnp.int32),
+            departed_count=jnp.sum(departs, dtype=jnp.int32),
+            departed_from=lambda rank: jnp.sum(at_or_behind(rank), dtype=jnp.int32),
+            reordered=jnp.any(grown > 0) if plan.bounded else jnp.any(departs),
+            **leaving,
+        )
+
+    @staticmethod
+    def departures(context: Context, plan: WritePlan) -> dict[str, Any]:
+        """Returns fields of an update for expired rows: `expired` and `most`, or `removed`."""
+        ring, held, expired = context.ring, context.held, plan.expired_by_clock
+        # Shapes must not depend on values: room for as many rows as such a call can expire.
+        most = min(plan.length, ring.rows) if plan.bounded else ring.rows
+        if held.streams > 1:
+            row = jnp.arange(most, dtype=jnp.int32)[:, None]
+            slots = jnp.where(row < expired, held.oldest(ring, most), ring.capacity)
+            return {"removed": slots.reshape(-1)}
+        # With one stream, the expired rows are a run of slots from the oldest on.
+        run = Occupancy(first=held.first, count=jnp.minimum(expired, ring.rows) * ring.envs)
+        return {"expired": run, "most": most * ring.envs if plan.bounded else None}
+
     def departed_slots(self, ring: Ring) -> jax.Array:
         """Returns the slots whose anchors departed, int32 `[M]`; some may be in `entered` too.
 
@@ -280,6 +402,35 @@ class AnchorUpdate:
             return removed
         most = ring.capacity if self.most is None else self.most
         return jnp.concatenate([self.expired.run(ring, most), removed])
+
+    def clear_expired(
+        self,
+        ring: Ring,
+        state: Any,
+        clear: Callable[[Any, jax.Array], Any],
+        clear_all: Callable[[Any, jax.Array], Any],
+    ) -> Any:
+        """Returns a state without what it has for the slots in `expired`, of any number.
+
+        `clear` removes what is at slots, int32 `[K]`, with padding of N; `clear_all` what is where
+        bool `[N]` is True. The CPU clears in chunks; on a GPU, a loop of unknown length would ask
+        the host before each trip.
+        """
+        run: Any = self.expired
+        chunk = min(ring.capacity, _CHUNK)
+
+        def clear_next(trip: jax.Array, state: Any) -> Any:
+            # The next slots of the run, after those that earlier trips have cleared.
+            done = jnp.minimum(trip * chunk, run.count)
+            following = Occupancy(ring.slot_after(run.first, done), count=run.count - done)
+            return clear(state, following.run(ring, chunk))
+
+        every = jnp.arange(ring.capacity, dtype=jnp.int32)
+        trips = (dependencies.max_over_batch(run.size) + chunk - 1) // chunk
+        return lax.platform_dependent(
+            cpu=lambda: dependencies.loop(trips, clear_next, state),
+            default=lambda: clear_all(state, run.holds(ring, every)),
+        )
 
 
 class Draw(pytree.State):
@@ -410,159 +561,3 @@ class TransformContext:
     keys: Keys
     state: PartState = None
     ends: jax.Array | None = None
-
-
-def plan_rows(
-    ring: Ring, clock: Clock, length: int, mask: jax.Array | None
-) -> tuple[Clock, WritePlan]:
-    """Returns the clock after T more rows, and their plan; of more than R rows, the last R stay.
-
-    Args:
-        ring: the shape of the ring, with R rows.
-        clock: the position before the write, arrays `[]`, or `[E]` if each environment has its own.
-        length: T.
-        mask: bool `[T]`, the rows to write, or `[T, E]` with a clock `[E]`; None for all.
-    """
-    # `[]` where one clock serves all environments, `[E]` where each has its own.
-    axes = clock.cursor.shape
-    is_single = mask is None and length == 1 and not axes
-    if mask is None:
-        written = jnp.ones((length, *axes), jnp.bool_)
-    else:
-        written = jnp.broadcast_to(mask.reshape(length, *[-1] * len(axes)), (length, *axes))
-    # A single row goes to the slot as it is, so that the write stays a slice without a condition.
-    if is_single:
-        passed, starts = jnp.ones(1, jnp.int32), clock.cursor[None] * ring.envs
-    else:
-        passed = jnp.cumsum(written, axis=0, dtype=jnp.int32)
-        # Of more rows than the ring has, the last ones are kept: a plan has no slot twice.
-        kept = written & (passed > passed[-1] - ring.rows)
-        # A masked row has the `passed` of the row before it, so it takes no slot of its own.
-        starts = ring.row_after(clock.cursor, passed - 1) * ring.envs
-        starts = jnp.where(kept, starts, ring.capacity)
-    slots = ring.row_slots(starts)
-    plan = WritePlan(
-        # With a clock for each environment, the slots of a row do not follow one another.
-        starts=slots.reshape(-1) if axes else starts,
-        slots=slots,
-        written=written,
-        passed=passed,
-        expired=jnp.maximum(clock.count - ring.rows + passed[-1], 0),
-        consecutive=is_single,
-    )
-    return ring.advance(clock, plan.rows), plan
-
-
-def put_rows(array: jax.Array, plan: WritePlan, rows: jax.Array) -> jax.Array:
-    """Returns an array `[N, ...]` after rows `[T, E, ...]` were written to the slots of a plan."""
-    # Writes a slice if slots are consecutive, else scatters all items that `plan` does not drop.
-    if plan.consecutive:
-        return lax.dynamic_update_slice_in_dim(array, rows[0], plan.starts[0], axis=0)
-    items = rows.reshape(plan.slots.size, *rows.shape[2:])
-    return array.at[plan.slots.reshape(-1)].set(items, mode="drop")
-
-
-def episode_ends(context: Context, plan: WritePlan, items: Item) -> jax.Array:
-    """Returns True for the rows of a write that end an episode, by a flag or a cut, bool `[T, E]`.
-
-    Args:
-        context: the buffer's context.
-        plan: the plan of the write.
-        items: leaves `[T, E, ...]`; without any flag, only cuts end episodes.
-    """
-    # Without flags, episodes end only by cuts: see `ReplayBuffer.truncate`.
-    if context.keys.flags(items):
-        done = ends_of(items, context.keys)
-    else:
-        done = jnp.zeros(plan.slots.shape, jnp.bool_)
-    return done if plan.cuts is None else done | plan.cuts
-
-
-def clear_run(
-    ring: Ring,
-    expired: Occupancy,
-    state: PartState,
-    clear: Callable[[PartState, jax.Array], Any],
-    clear_all: Callable[[PartState, jax.Array], Any],
-) -> Any:
-    """Removes the anchors in a run of any length: on the CPU in chunks, elsewhere at once.
-
-    `clear` removes those at slots, int32 `[K]`; `clear_all` those for which bool `[N]` is True. On
-    a GPU, a loop of unknown length would ask the host before each trip.
-    """
-    chunk = min(ring.capacity, _CHUNK)
-
-    def clear_next(trip: jax.Array, state: PartState) -> Any:
-        # The next slots of the run, after those that earlier trips have cleared.
-        done = jnp.minimum(trip * chunk, expired.count)
-        following = ring.slot_after(expired.first, done)
-        slots = Occupancy(first=following, count=expired.count - done).run(ring, chunk)
-        return clear(state, slots)
-
-    every = jnp.arange(ring.capacity, dtype=jnp.int32)
-    trips = (dependencies.max_over_batch(expired.size) + chunk - 1) // chunk
-    return lax.platform_dependent(
-        cpu=lambda: dependencies.loop(trips, clear_next, state),
-        default=lambda: clear_all(state, expired.holds(ring, every)),
-    )
-
-
-def all_held(context: Context) -> Anchors:
-    """Returns every slot that holds an item, oldest first, as anchors."""
-    ring, held = context.ring, context.held
-    nth = lambda ranks, key: (held.nth(ring, ranks), jnp.ones(ranks.shape, jnp.float32))
-    return Anchors(count=held.size, nth=nth, all_held=True)
-
-
-def every_slot(context: Context, plan: WritePlan) -> AnchorUpdate:
-    """Returns the update by a write for a unit whose anchors are all slots that hold items."""
-    ring, held = context.ring, context.held
-    expired, written = plan.expired_by_clock, plan.rows_by_clock
-    entered, leaving = plan.slots.reshape(-1), {}
-    # In a bounded plan, each slot that departs enters again, with another item.
-    if not plan.bounded:
-        leaving = departures(context, plan)
-    # With one stream, ranks follow time: the oldest rows depart, and new rows come last.
-    if held.streams == 1:
-        count = expired[0] * ring.envs
-        overwritten = jnp.maximum(held.rows(ring) + written - ring.rows, 0)[0]
-        # A storage may give up rows before their slots are needed (`WritePlan.bounded`).
-        # Then ranks move, though no slot is written.
-        early = expired[0] > overwritten
-        return AnchorUpdate(
-            entered=entered,
-            entered_count=written[0] * ring.envs,
-            departed_count=count,
-            departed_from=lambda rank: jnp.maximum(count - rank, 0),
-            reordered=jnp.bool_(False) if plan.bounded else early,
-            consecutive=plan.consecutive,
-            **leaving,
-        )
-    # A new item has the rank of the item that it overwrites (see `Occupancy`): other ranks change
-    # only if a stream grows, and only rows that leave without being overwritten depart.
-    grown = jnp.maximum(written - expired, 0)
-    removed = leaving.get("removed", jnp.zeros(0, jnp.int32))
-    departs, safe = removed < ring.capacity, jnp.minimum(removed, ring.capacity - 1)
-    at_or_behind = lambda rank: departs & (held.rank(ring, safe) >= rank)
-    return AnchorUpdate(
-        entered=entered,
-        entered_count=jnp.sum(grown, dtype=jnp.int32),
-        departed_count=jnp.sum(departs, dtype=jnp.int32),
-        departed_from=lambda rank: jnp.sum(at_or_behind(rank), dtype=jnp.int32),
-        reordered=jnp.any(grown > 0) if plan.bounded else jnp.any(departs),
-        **leaving,
-    )
-
-
-def departures(context: Context, plan: WritePlan) -> dict[str, Any]:
-    """Returns fields of an `AnchorUpdate` for expired rows: `expired` and `most`, or `removed`."""
-    ring, held, expired = context.ring, context.held, plan.expired_by_clock
-    # Shapes must not depend on values: room for as many rows as a call of this length can expire.
-    most = min(plan.length, ring.rows) if plan.bounded else ring.rows
-    if held.streams > 1:
-        row = jnp.arange(most, dtype=jnp.int32)[:, None]
-        slots = jnp.where(row < expired, held.oldest(ring, most), ring.capacity)
-        return {"removed": slots.reshape(-1)}
-    # With one stream, the expired rows are a run of slots from the oldest on.
-    run = Occupancy(first=held.first, count=jnp.minimum(expired, ring.rows) * ring.envs)
-    return {"expired": run, "most": most * ring.envs if plan.bounded else None}

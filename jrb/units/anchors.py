@@ -15,7 +15,6 @@ from jrb._util import pytree
 from jrb._xla import dependencies, gather
 from jrb.ring import Ring, first_places, locate
 from jrb.types import Anchors, AnchorUpdate, Context, WritePlan
-from jrb.types.messages import departures
 
 T = TypeVar("T")
 
@@ -154,7 +153,7 @@ def after_write(
         departed_from=departed_from,
         # The ranks of streams follow each other, so any change of one moves those behind it.
         reordered=reordered if is_one else entered_count + departed_count > 0,
-        **departures(context, plan),
+        **AnchorUpdate.departures(context, plan),
     )
     return _append_anchors(ring, queue, plan.length, entered), update
 

@@ -15,7 +15,6 @@ from jrb._util import pytree
 from jrb._xla import dependencies, gather, random_bits
 from jrb.ring import Ring, locate
 from jrb.types import Anchors, AnchorUpdate, Context, WritePlan
-from jrb.types.messages import departures
 from jrb.units import anchors as anchor_queue
 
 _STARTS = 1  # the number that `random_bits.fold` gets for starts within episodes
@@ -185,7 +184,7 @@ def after_write(
     update = _describe_update(context, plan, table, after, arrived, done, length)
     if whole:
         # The rows that expire, of which none is an anchor any more.
-        update = dataclasses.replace(update, **departures(context, plan))
+        update = dataclasses.replace(update, **AnchorUpdate.departures(context, plan))
     return after, update, position
 
 

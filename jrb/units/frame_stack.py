@@ -24,7 +24,6 @@ from jrb.types import (
     WritePlan,
     Writer,
 )
-from jrb.types.messages import episode_ends, put_rows
 from jrb.types.parts import check_part
 from jrb.units import anchors as anchor_queue
 from jrb.units import episodes
@@ -200,11 +199,11 @@ class FrameStack(WrappingUnit):
         ring, held = context.ring, context.held
         # Count the rows before each new one in its episode.
         inner, change = self.unit.on_write(context, state.unit, plan, items)
-        done = episode_ends(context, plan, items)
+        done = plan.episode_ends(context.keys, items)
         length, running = episodes.lengths(state.length, done, plan, self.k)
         # The queue waits for the reads of `back` that chose its anchors; so does this write.
         zero = jnp.minimum(jnp.min(state.queue.head) + jnp.min(state.queue.count), 0)
-        back = put_rows(state.back, plan.after(zero), (length - 1).astype(state.back.dtype))
+        back = plan.after(zero).put(state.back, (length - 1).astype(state.back.dtype))
         state = state.replace(back=back, length=running, unit=inner)
         # An anchor of the inner unit enters if its stack is still held when the write is done.
         entered = _keep_whole_stacks(context, plan, change.entered, state)

@@ -12,7 +12,6 @@ from jrb._xla import gather, random_bits
 from jrb.keys import Keys, Path, check_ends, find, leaves_at, path_name, within
 from jrb.ring import Ring
 from jrb.types import AnchorUpdate, Context, Item, ReadPlan, Sampler, Unit, WritePlan, Writer
-from jrb.types.messages import episode_ends, put_rows
 from jrb.types.parts import check_part
 from jrb.units import episodes
 from jrb.units.episodes import EpisodeTable
@@ -157,10 +156,10 @@ class Hindsight(WrappingUnit):
         self, context: Context, state: HindsightState, plan: WritePlan, items: Item
     ) -> tuple[HindsightState, AnchorUpdate]:
         """Updates the inner unit and the episodes, and stores the episode of each row."""
-        done = episode_ends(context, plan, items)
+        done = plan.episode_ends(context.keys, items)
         after, _, which = episodes.after_write(context, state.episodes, plan, done, 1)
         inner, change = self.unit.on_write(context, state.unit, plan, items)
-        which = put_rows(state.which, plan, which)
+        which = plan.put(state.which, which)
         return HindsightState(episodes=after, which=which, unit=inner), change
 
     def truncate(

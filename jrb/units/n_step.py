@@ -22,7 +22,6 @@ from jrb.types import (
     WritePlan,
     Writer,
 )
-from jrb.types.messages import all_held, episode_ends, every_slot, put_rows
 from jrb.units import anchors as anchor_queue
 from jrb.units import episodes
 from jrb.units.anchors import AnchorQueue
@@ -171,10 +170,10 @@ class NStep(Unit):
         self, context: Context, state: NStepState, plan: WritePlan, items: Item
     ) -> tuple[NStepState, AnchorUpdate]:
         """Makes rows anchors when they are written; if strict, when their return is complete."""
-        done = episode_ends(context, plan, items)
-        ended = put_rows(state.ended, plan, done)
+        done = plan.episode_ends(context.keys, items)
+        ended = plan.put(state.ended, done)
         if state.queue is None or state.length is None:
-            return state.replace(ended=ended), every_slot(context, plan)
+            return state.replace(ended=ended), AnchorUpdate.of_held(context, plan)
         # Counted to n at most: a longer episode completes one return with each row.
         length, running = episodes.lengths(state.length, done, plan, self.n)
         # A row completes the return from n - 1 rows back; if an episode ends, those since then too.
@@ -214,7 +213,7 @@ class NStep(Unit):
     def anchors(self, context: Context, state: NStepState) -> Anchors:
         """Returns all held slots; if strict, those with a complete return."""
         if state.queue is None:
-            return all_held(context)
+            return Anchors.of_held(context)
         return anchor_queue.anchors(context.ring, state.queue)
 
     def plan_read(

@@ -24,7 +24,6 @@ from jrb.types import (
     WritePlan,
     Writer,
 )
-from jrb.types.messages import all_held, episode_ends, every_slot, put_rows
 from jrb.units import anchors as anchor_queue
 from jrb.units import episodes
 from jrb.units.anchors import AnchorQueue
@@ -263,7 +262,7 @@ class Sequence(Unit):
         self, context: Context, state: SequenceState, plan: WritePlan, items: Item
     ) -> tuple[SequenceState, AnchorUpdate]:
         """Makes rows, windows or episodes anchors when the last row that they need is written."""
-        done = episode_ends(context, plan, items)
+        done = plan.episode_ends(context.keys, items)
         # Rows of an episode are counted as far as an anchor depends on them, for a stride all.
         if self.stride > 1:
             most = 2**31 - 1
@@ -280,14 +279,14 @@ class Sequence(Unit):
             # Equal to the phase modulo the stride, and 0 or less at first rows only.
             steps = jnp.where(length == 1, 0, self.stride) - to_next
             state = state.replace(phase=(state.phase + passed[-1]) % self.stride)
-        ended = put_rows(state.ended, plan, done)
+        ended = plan.put(state.ended, done)
         # Keep the counts below 2^31, and the same modulo the stride.
         if self.stride > 1:
             surplus = _UNKNOWN // self.stride * self.stride
             running = jnp.where(running >= _MANY, running - surplus, running)
         # Two small writes in turn: both at once would wake a thread (see `WritePlan.in_line`).
         later = plan.in_line(ended)
-        before = put_rows(state.before, later, steps.astype(state.before.dtype))
+        before = later.put(state.before, steps.astype(state.before.dtype))
         state = state.replace(ended=ended, before=before, length=running)
         # Update the anchors: in a queue, all rows, or episodes in a table.
         if state.queue is not None:
@@ -295,7 +294,7 @@ class Sequence(Unit):
             queue, update = anchor_queue.after_write(context, state.queue, plan, entered, slack=0)
             return state.replace(queue=queue), update
         if state.episodes is None:
-            return state, every_slot(context, plan)
+            return state, AnchorUpdate.of_held(context, plan)
         whole = length if self.sample_by == "whole_episodes" else None
         table, update, _ = episodes.after_write(
             context, state.episodes, plan, done, self._enough, whole
@@ -366,7 +365,7 @@ class Sequence(Unit):
         if state.queue is not None:
             return anchor_queue.anchors(context.ring, state.queue)
         if state.episodes is None:
-            return all_held(context)
+            return Anchors.of_held(context)
         whole = self.sample_by == "whole_episodes"
         return episodes.anchors(context, state.episodes, self._enough, whole)
 

@@ -22,7 +22,7 @@ from jrb.types import (
     WritePlan,
     Writer,
 )
-from jrb.types.messages import PartState, all_held, every_slot
+from jrb.types.messages import PartState
 
 
 @pytree.component
@@ -64,11 +64,11 @@ class Transition(Unit):
         self, context: Context, state: PartState, plan: WritePlan, items: Item
     ) -> tuple[Any, AnchorUpdate]:
         """Makes new items anchors; those that they overwrite depart."""
-        return state, every_slot(context, plan)
+        return state, AnchorUpdate.of_held(context, plan)
 
     def anchors(self, context: Context, state: PartState) -> Anchors:
         """Returns all slots that hold items."""
-        return all_held(context)
+        return Anchors.of_held(context)
 
     def plan_read(
         self, context: Context, state: PartState, slots: jax.Array, mask: jax.Array, key: jax.Array

@@ -9,7 +9,7 @@ from jrb._util import pytree
 from jrb._util.pytree import ArrayLike
 from jrb.ring import Clock, Occupancy, Ring
 from jrb.types import Item, WritePlan, Writer
-from jrb.types.messages import PartState, plan_rows
+from jrb.types.messages import PartState
 from jrb.types.parts import check_part
 
 
@@ -26,7 +26,7 @@ class RingWriter(Writer):
         self, ring: Ring, state: Clock, items: Item, mask: jax.Array | None
     ) -> tuple[Clock, WritePlan]:
         """Plans the rows after the cursor. Of more than R rows, the last R are written."""
-        return plan_rows(ring, state, jax.tree.leaves(items)[0].shape[0], mask)
+        return WritePlan.of_rows(ring, state, jax.tree.leaves(items)[0].shape[0], mask)
 
     def held(self, ring: Ring, state: Clock) -> Occupancy:
         """Returns the slots of the newest rows, as many as the clock counts."""
