@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items):
     """Marks pages as slow, and further parameter sets of tests as slow or long.
 
     Markdown pages compile complete programs. Of a quick test, one of three parameter sets stays in
-    the quick part; of a slow one, one of eight is not long. Slow tests marked `faults` or `whole`
+    the quick part; of a slow one, one of sixteen is not long. Slow tests marked `faults` or `whole`
     keep all parameter sets.
     """
     sets = collections.Counter()
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items):
         elif "slow" not in marks or not marks & {"faults", "whole"}:
             test = item.nodeid.partition("[")[0]
             is_slow = "slow" in marks
-            if sets[test] % (8 if is_slow else 3):
+            if sets[test] % (16 if is_slow else 3):
                 item.add_marker(pytest.mark.long if is_slow else pytest.mark.slow)
             sets[test] += 1
 

@@ -144,7 +144,7 @@ def test_a_unit_of_ones_own_says_its_need_also_inside_jit():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("on_disk", [True, False])
 def test_conform_warns_if_it_could_not_check_draws(on_disk, tmp_path):
     storages = map(jrb.MemmapStorage, map(tmp_path.joinpath, map(str, range(99))))
     storage = lambda: next(storages) if on_disk else jrb.DeviceStorage()

@@ -109,9 +109,8 @@ def test_the_quick_start_learns_to_catch_is_saved_and_plotted(tmp_path):
 
 
 @pytest.mark.xdist_group("ray")
-@pytest.mark.parametrize(
-    ("steps", "score"), [(100, None), pytest.param(6000, 100, marks=pytest.mark.cluster)]
-)
+@pytest.mark.cluster
+@pytest.mark.parametrize(("steps", "score"), [(1000, 30), (6000, 100)])
 def test_actors_and_a_learner_in_processes_of_their_own_balance_a_pole(cluster, steps, score):
     pytest.importorskip("gymnasium")
     from examples import apex
@@ -119,9 +118,9 @@ def test_actors_and_a_learner_in_processes_of_their_own_balance_a_pole(cluster, 
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of integers
         for seed in (5, 4, 0):  # timing, and with it learning, is random: three attempts
             before, after, stats = apex.run(steps, seed)
-            if score is None or after > score:
+            if after > score:
                 break
-    assert score is None or after > score > before  # random play scores 22 of 200
+    assert after > score > before  # random play scores 22 of 200
     drawn = stats["draws"] * apex.BATCH
     owed = apex.limits.ratio * (stats["received"] - apex.limits.min_size)
     assert abs(owed - drawn) < 2 * apex.limits.tolerance  # also covers batches under way

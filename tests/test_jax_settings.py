@@ -199,6 +199,13 @@ KINDS = jrb.types.Sampler, jrb.types.Unit, jrb.types.Writer, jrb.types.Storage
 WITHOUT_JIT = [*PARTS.values(), *OTHERS, *({"transforms": (each,)} for each in TRANSFORMS)]
 
 
+def without_jit_cases():
+    """Yields every exported part; those of `PARTS`, which other switches have too, if asked for."""
+    for number, parts in enumerate(WITHOUT_JIT):
+        marks = [pytest.mark.long] if number < len(PARTS) else []
+        yield pytest.param(parts, id=f"{number}", marks=marks)
+
+
 def without_jit(buffer, example, items):
     """Calls the methods of a buffer one operation at a time; returns the last sample."""
     key = jax.random.key(1)
@@ -219,7 +226,7 @@ def without_jit(buffer, example, items):
 
 @pytest.mark.slow  # operations outside `jit` are compiled one by one
 @pytest.mark.whole
-@pytest.mark.parametrize("parts", [pytest.param(it, id=f"{n}") for n, it in enumerate(WITHOUT_JIT)])
+@pytest.mark.parametrize("parts", list(without_jit_cases()))
 def test_every_part_works_without_jit(parts):
     buffer = jrb.ReplayBuffer(14, num_envs=E, batch_size=B, **parts)
     example, items = ITEM | IMAGE | {"kind": jnp.int32(0)}, rows(7, E)

@@ -22,7 +22,7 @@ from tests.samplers import weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")]
 
-E, ROWS, PROGRAMS, TOGETHER = 2, 4, 60, 6
+E, ROWS, PROGRAMS, TOGETHER = 2, 4, 30, 6
 """Environments, rows of a ring, programs, and descriptions among which they move."""
 HELD = jrb.Prioritized(new_priority="largest_held")
 COUNTED = jrb.Prioritized(count_draws=True)

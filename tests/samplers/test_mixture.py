@@ -294,8 +294,8 @@ def test_where_a_mixture_does_not_fit():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sampler", [LIMITED, PLAIN, ONLINE, WEIGHED, ALL, FILLED])
 @pytest.mark.parametrize("unit", [jrb.Transition(), jrb.NStep(3, 0.9), jrb.Sequence(2)])
-@pytest.mark.parametrize("sampler", [PLAIN, ONLINE, WEIGHED, ALL, FILLED, LIMITED])
 def test_mixtures_keep_the_contracts(sampler, unit):
     done = {"done": jnp.bool_(False), "terminated": jnp.bool_(False), "truncated": jnp.bool_(False)}
     after = {"observation": jnp.zeros(8), "reward": jnp.float32(0), **done}

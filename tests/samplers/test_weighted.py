@@ -95,7 +95,8 @@ def test_draws_follow_the_weights(unit, writer, storage, length):
             check_draws(batch, weight, beta)
         else:
             assert not batch.mask.any()
-        outside = buffer.sample(state, KEY, 4000, beta, context=least) if weight.any() else batch
+    if weight.any():
+        outside = buffer.sample(state, KEY, 4000, beta, context=least)
         np.testing.assert_array_equal(outside.indices, batch.indices)
 
 
