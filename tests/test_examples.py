@@ -87,6 +87,7 @@ PARTS = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_that_are_templates_keep_the_contracts(name):
     parts = PARTS[name](importlib.import_module(f"examples.parts.{name}"))

@@ -189,8 +189,8 @@ class Grouped(ShardedSampler):
         count = self._num_groups(batch_size)
         groups, own = self._groups(state, anchors)
         _, drawn = self.sampler.draw(self._ring, own, groups, key, count, beta)
-        # Missing items come last. Each is moved up by the missing ones before it, as a sort would
-        # take 5 times as long.
+        # Move items up over the missing ones before them, so that missing items come last. A sort
+        # would take longer on a CPU.
         slots, keys = gather.read_items((state.slots, drawn.slots), (state.keys, drawn.slots))
         has_item, group = slots < ring.capacity, np.arange(count, dtype=np.int32)[:, None]
         place = jnp.where(has_item, jnp.cumsum(has_item, axis=1) - 1, self.per_group)
@@ -236,7 +236,8 @@ class Grouped(ShardedSampler):
                 age = jnp.minimum(since, _OLDEST - 1).astype(jnp.int32)
                 place = jnp.argsort(jnp.where(may_be_drawn, -age, 1), stable=True)[ranks]
             else:
-                # Mostly there are no gaps among them. On a GPU, the host would have to know.
+                # If the first groups of the table may be drawn and no others, a rank is a place.
+                # On a GPU, a branch would ask the host first.
                 has_no_gap = jnp.all(may_be_drawn == (jnp.arange(self.num_groups) < count))
                 place = lax.platform_dependent(
                     ranks,

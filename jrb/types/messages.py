@@ -410,11 +410,11 @@ class AnchorUpdate:
         clear: Callable[[Any, jax.Array], Any],
         clear_all: Callable[[Any, jax.Array], Any],
     ) -> Any:
-        """Returns a state without what it has for the slots in `expired`, of any number.
+        """Returns a state in which the slots in `expired`, which is not None, are cleared.
 
-        `clear` removes what is at slots, int32 `[K]`, with padding of N; `clear_all` what is where
-        bool `[N]` is True. The CPU clears in chunks; on a GPU, a loop of unknown length would ask
-        the host before each trip.
+        `clear(state, slots)` clears slots, int32 `[K]`, N for padding; `clear_all(state, departs)`
+        those for which bool `[N]` is True. The CPU clears in chunks; on a GPU, a loop of unknown
+        length would ask the host before each trip.
         """
         run: Any = self.expired
         chunk = min(ring.capacity, _CHUNK)
