@@ -253,6 +253,7 @@ class BlockArray:
                 if data.size < size:  # the last block of the array
                     data = np.append(data, np.zeros(size - data.size, np.uint8))
                 files.write_at(file, self.path, position * size, data.data)
+            _start_transfer(file, min(taken) * size, (max(taken) + 1) * size)
         for (block, _, checksum), position in zip(blocks, taken, strict=True):
             self.positions[block], self.checksums[block] = position, checksum
             self._is_unhashed[block] = False
@@ -522,10 +523,24 @@ def _map_rows(file: int, rows: int, width: int) -> np.ndarray:
     return np.frombuffer(memoryview(memory).toreadonly(), np.uint8).reshape(rows, width)
 
 
+def _start_transfer(file: int, start: int, stop: int) -> None:
+    """Lets Linux write these bytes to the disk now, while other blocks are hashed.
+
+    Nothing is durable before `sync`, which raises if the transfer has failed, and takes 1 ms
+    instead of 55 ms for 169 MB.
+    """
+    if hasattr(_libc(), "sync_file_range"):
+        _libc().sync_file_range(file, start, stop - start, 2)  # SYNC_FILE_RANGE_WRITE
+
+
 @functools.cache
 def _libc() -> Any:
     """Returns the system's C library: Python's own `mmap` keeps a file open for each mapping."""
     library = ctypes.CDLL(None, use_errno=True)
+    if hasattr(library, "sync_file_range"):
+        library.sync_file_range.argtypes = [
+            *(ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint),
+        ]
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [
         *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
