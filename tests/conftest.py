@@ -54,9 +54,9 @@ def pytest_xdist_auto_num_workers(config):
 def pytest_collection_modifyitems(items):
     """Marks pages as slow, and further parameter sets of tests as slow or long.
 
-    Markdown pages compile complete programs. Of a quick test, one of three parameter sets stays in
-    the quick part; of a slow one, one of sixteen is not long. Slow tests marked `faults` or `whole`
-    keep all parameter sets.
+    Markdown pages compile complete programs. Of three parameter sets of a quick test, one stays in
+    the quick part, one is slow and one is long; of a slow test, one set of sixteen is not long.
+    Slow tests marked `faults` or `whole` keep all parameter sets.
     """
     sets = collections.Counter()
     for item in items:
@@ -65,9 +65,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         elif "slow" not in marks or not marks & {"faults", "whole"}:
             test = item.nodeid.partition("[")[0]
-            is_slow = "slow" in marks
-            if sets[test] % (16 if is_slow else 3):
-                item.add_marker(pytest.mark.long if is_slow else pytest.mark.slow)
+            number = sets[test] % (16 if "slow" in marks else 3)
+            if number:
+                item.add_marker(pytest.mark.slow)
+            if number > 1 or (number and "slow" in marks):
+                item.add_marker(pytest.mark.long)
             sets[test] += 1
 
 
