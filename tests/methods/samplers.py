@@ -310,7 +310,13 @@ class Queue(Alike):
     def adopt(self, old, anchors):
         same = type(old) is type(self)
         self.left = min(old.left, len(anchors)) if same else len(anchors)
-        self.rows = old.rows if same else 0
+        if same and self.sampler.stride == old.sampler.stride:
+            self.rows = old.rows
+            return
+        # Counted anew, from the oldest row that is held.
+        for row in anchors:
+            row.nth = self.time_of(row)[0]
+        self.rows = 1 + max((row.nth for row in anchors), default=-1)
 
     def draw(self, anchors, slots, real):
         want = self.may(anchors)[: len(slots)]
