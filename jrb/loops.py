@@ -7,7 +7,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core.lengths import Lengths
+from jrb._core.methods import METHODS, Method
 from jrb._core.validate import (
     accept_items,
     check_not_deleted,
@@ -85,18 +86,17 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
 # How methods are compiled. The state is argument 0.
 
 
-def _reads_numbers(method: Callable[..., Any], static: tuple[int, ...]) -> Callable[..., Any]:
-    """Compiles a method that neither reads nor writes items."""
-    return jax.jit(method, static_argnums=static)
-
-
-def _gathers(
-    method: Callable[..., Any], static: tuple[int, ...], donates: bool = False
+def _compile(
+    method: Callable[..., Any], its: Method, static: tuple[int, ...], is_mix: bool
 ) -> Callable[..., Any]:
-    """Compiles a method that reads or writes items, for calls inside and outside `jit`."""
-    donated = (0,) if donates else ()
-    # Inside another compiled function, it may be part of a loop: see `standalone_program`.
+    """Compiles a method by what it reads and changes, for calls inside and outside `jit`."""
+    if its.changes == "sampler" and not is_mix:
+        return _compile_move(method, static, its.reads_items)
+    donated = (0,) if its.changes else ()
     inside = jax.jit(method, donate_argnums=donated, static_argnums=static)
+    if not (its.changes or its.reads_items):
+        return inside
+    # Inside another compiled function, it may be part of a loop: see `standalone_program`.
     outside = jax.jit(
         compiling.standalone_program(method), donate_argnums=donated, static_argnums=static
     )
@@ -109,8 +109,8 @@ def _gathers(
     return call
 
 
-def _moves(
-    method: Callable[..., Any], static: tuple[int, ...], gathers: bool = False
+def _compile_move(
+    method: Callable[..., Any], static: tuple[int, ...], gathers: bool
 ) -> Callable[..., Any]:
     """Compiles a method that changes only the sampler's part of a state.
 
@@ -137,10 +137,6 @@ def _moves(
         return (after, *sample) if sample else after
 
     return call
-
-
-_writes = functools.partial(_gathers, donates=True)
-_moves_and_reads = functools.partial(_moves, gathers=True)
 
 
 def _is_traced(state: Any) -> bool:
@@ -187,7 +183,7 @@ class _Recoverable:
         self._newest: list[weakref.ref] = []  # the newest state, or the states of a mix
         held: dict[Any, Any] = {}  # the same, if it is held
         for name, method in _compiled_methods(buffer).items():
-            if name in _CHANGING:
+            if name in METHODS and METHODS[name].changes:
                 method = _finish_despite_interrupts(name, method, self._newest, held)
             vars(self)[name] = method
 
@@ -238,37 +234,6 @@ class JittedMix(_Recoverable, _MixMethods):
         self.mix: Mix = mix
 
 
-_METHODS = {
-    "add": _writes,
-    "extend": _writes,
-    "sample": _gathers,
-    "draw": _moves_and_reads,
-    "update_priority": _moves,
-    "set_alpha": _moves,
-    "set": _writes,
-    "map": _writes,
-    "drop": _moves,
-    "truncate": _writes,
-    "empty": _writes,
-    "size": _reads_numbers,
-    "in_order": _reads_numbers,
-    "newest": _reads_numbers,
-    "priorities": _reads_numbers,
-    "can_add": _reads_numbers,
-    "can_sample": _reads_numbers,
-}
-_MIX_METHODS = {
-    "sample": _gathers,
-    "draw": _writes,
-    "update_priority": _writes,
-    "size": _reads_numbers,
-    "can_sample": _reads_numbers,
-}
-_CHANGING = {
-    name
-    for name, compiler in (_METHODS | _MIX_METHODS).items()
-    if compiler not in (_reads_numbers, _gathers)
-}
 # As `signal`, whose functions make enums: they take 4 us.
 _signal: Any = importlib.import_module("_signal")
 _CALL_FUNCTION_EX = dis.opmap["CALL_FUNCTION_EX"] if sys.version_info < (3, 12) else None
@@ -278,11 +243,11 @@ _STATIC = ("batch_size", "function", "n")  # the names of arguments that are no 
 @compiling.kept_by_description
 def _compiled_methods(buffer: Any) -> dict[str, Callable[..., Any]]:
     """Returns the methods of `Jitted` or `JittedMix`, which do not wait for interrupts yet."""
-    compilers = _MIX_METHODS if isinstance(buffer, Mix) else _METHODS
-    parts = buffer.buffers if isinstance(buffer, Mix) else (buffer,)
+    is_mix = isinstance(buffer, Mix)
+    parts = buffer.buffers if is_mix else (buffer,)
     is_on_host = any(on_host(it.buffer if isinstance(it, Sharded) else it) for it in parts)
-    methods = {name: getattr(buffer, name) for name in compilers}
-    if not isinstance(buffer, Mix):
+    methods = {name: getattr(buffer, name) for name in _names_of(type(buffer))}
+    if not is_mix:
         # `jit` does not take `...`, which means all slots: `_without_data` makes it None.
         methods["set"] = lambda state, where, values: buffer.set(
             state, ... if where is None else where, values
@@ -298,7 +263,9 @@ def _compiled_methods(buffer: Any) -> dict[str, Callable[..., Any]]:
         parameters = list(inspect.signature(getattr(type(buffer), name)).parameters.values())[2:]
         static = tuple(1 + i for i, each in enumerate(parameters) if each.name in _STATIC)
         method = _accept_seeds(method) if any(each.name == "key" for each in parameters) else method
-        run = explain_jax_error(method if is_on_host else compilers[name](method, static))
+        if not is_on_host:
+            method = _compile(method, METHODS[name], static, is_mix)
+        run = explain_jax_error(method)
         if name == "extend" and not is_on_host:
             run = Lengths().wrap_extend(run)
         compiled[name] = _caller(buffer, name, run, parameters) if parameters else run
@@ -475,19 +442,24 @@ def _size(batch_size: Any) -> int | None:
     return batch_size if batch_size is None else int(batch_size)
 
 
-def _generate(cls: type, source: type, names: Iterable[str]) -> None:
+def _names_of(source: type) -> list[str]:
+    """Returns the names of the compiled methods; `take` looks at its arguments."""
+    return [name for name in METHODS if hasattr(source, name) and name != "take"]
+
+
+def _generate(cls: type, source: type) -> None:
     """Adds to `cls` the methods of `source` with their signatures, for `help` and the docs."""
-    for name in names:
+    for name in _names_of(source):
 
         def call(self: Any, *args: Any, name: str = name, **kwargs: Any) -> Any:
             return vars(self)[name](*args, **kwargs)
 
         call.__doc__ = f"Calls `{source.__name__}.{name}`, compiled."
-        call.__doc__ += " The state is donated." if name in _CHANGING else ""
+        call.__doc__ += " The state is donated." if METHODS[name].changes else ""
         call.__name__, call.__qualname__ = name, f"{cls.__name__}.{name}"
         vars(call)["__signature__"] = inspect.signature(getattr(source, name))
         setattr(cls, name, call)
 
 
-_generate(Jitted, ReplayBuffer, _METHODS)
-_generate(JittedMix, Mix, _MIX_METHODS)
+_generate(Jitted, ReplayBuffer)
+_generate(JittedMix, Mix)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._core import eager, memory, steps, transforming
 from jrb._core.lengths import lengths_of
+from jrb._core.methods import METHODS
 from jrb._core.validate import (
     accept_items,
     check_donated,
@@ -27,43 +28,12 @@ from jrb._util.pytree import Leaf, PyTree
 from jrb._xla.compiling import kept_by_description
 from jrb.buffer import ReplayBuffer, draw_arguments
 from jrb.sharding import joint, mesh
-from jrb.sharding.mesh import Cut, Cuts, Layout
+from jrb.sharding.mesh import Cut, Layout
 from jrb.state import BufferState, Memory, Sample, check_origin
 from jrb.types import Item, ShardedSampler
 from jrb.types.messages import Array, DrawInputs, PRNGKey
 
 _run = explain_jax_error(mesh.run)
-
-
-class _ShardedMethod(NamedTuple):
-    """Describes how a method of a buffer is called for its shards.
-
-    Attributes:
-        out: the axis of the result that is cut over shards.
-        changes: "items" if it writes items; "index" if it changes other arrays only; "" if none.
-        per_env: True if arguments have an axis of environments; without one, all shards share them.
-    """
-
-    out: Cuts = 0
-    changes: str = "items"
-    per_env: bool = False
-
-
-_METHODS = {
-    "add": _ShardedMethod(per_env=True),
-    "extend": _ShardedMethod(per_env=True),
-    "set": _ShardedMethod(),
-    "map": _ShardedMethod(),
-    "empty": _ShardedMethod(),
-    "update_priority": _ShardedMethod(changes="index"),
-    "set_alpha": _ShardedMethod(changes="index"),
-    "drop": _ShardedMethod(changes="index"),
-    "truncate": _ShardedMethod(changes="index", per_env=True),
-    "take": _ShardedMethod(changes=""),
-    "priorities": _ShardedMethod(changes=""),
-    "in_order": _ShardedMethod((0, 0), changes=""),
-    "newest": _ShardedMethod((0, 0), changes=""),
-}
 
 
 @pytree.component
@@ -506,7 +476,7 @@ class Sharded:
         """
         # Outside `jit`, a compiled function copies all that it returns: leave out unchanged items.
         self._check_state(state)
-        method, returns_items = _METHODS[name], True
+        method, returns_items = METHODS[name], True
         if method.changes and not self._is_in_program(state, pairs):
             returns_items = method.changes == "items"
             if returns_items:
@@ -527,8 +497,8 @@ class Sharded:
         cuts = tuple(None if argument is None or is_shared else cut for argument, cut in pairs)
         call = getattr(ReplayBuffer, name)
         static = self.part, call, options, cuts, splits, returns_items
-        arrays = (state, *arguments)
-        result = _run(self, self.layout, joint.call_method, static, (0, *cuts), method.out, arrays)
+        arrays, out = (state, *arguments), 0 if method.num_results == 1 else (0, 0)
+        result = _run(self, self.layout, joint.call_method, static, (0, *cuts), out, arrays)
         return result if returns_items else result.replace(storage=state.storage)
 
     def _is_in_program(self, *arguments: PyTree) -> bool:
