@@ -184,7 +184,9 @@ class Program:
         self.done.append("save, load")
         jrb.save(path, self.buffer, self.state)
         # A checkpoint stores no functions.
-        holds_code = isinstance(self.buffer.unit, jrb.Hindsight) or self.buffer.sampler.reads
+        chooser = getattr(self.buffer.sampler, "sampler", self.buffer.sampler)  # of groups, or all
+        holds_code = isinstance(self.buffer.unit, jrb.Hindsight)
+        holds_code |= isinstance(chooser, jrb.Weighted)
         found, self.state = jrb.load(path, buffer=self.buffer if holds_code else None)
         assert found == self.buffer
         assert jrb.checkpoint.verify(path) == []
