@@ -64,7 +64,7 @@ CASES += [(jrb.Uniform(), None), (jrb.Prioritized(), None)]
 
 
 def conform_but_for_copies(make, example):
-    """Runs part of `testing.conform`; the rest runs below and in tests/test_in_place.py."""
+    """Runs part of `testing.conform`; the rest runs below and in tests/in_place."""
     testing.check_description(make)
     for check in (testing.check_memory, testing.check_compiled, testing.check_batched):
         check(make(64), example)

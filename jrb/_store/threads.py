@@ -4,7 +4,8 @@ An interrupt (Ctrl-C) raises `KeyboardInterrupt` in the main thread, between any
 Python. `Thread.start`, `Thread.join`, `Event`, `Condition` and `queue.Queue` wait in Python code,
 where an interrupt can leave a lock taken, so that another thread hangs for ever; and Python 3.11
 marks a thread as ended if its `join` was interrupted. Calls of C are safe: either a
-`threading.Lock` is taken, or the wait for it raises. `tests/test_interrupts.py` guards this.
+`threading.Lock` is taken, or the wait for it raises.
+`tests/interrupts/test_interrupts.py` guards this.
 """
 
 import _thread

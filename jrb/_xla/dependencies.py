@@ -5,7 +5,7 @@ Three tools prevent that. `materialize` computes a read for real, where XLA woul
 cheap gather in each of its consumers. `zero_depending_on` makes an integer zero from values that
 were read; a write at an index to which it was added waits for them. `delay_writes_until` adds that
 zero to every field of a state that says where the next write goes (`pytree.cursor()`).
-`tests/test_in_place.py` guards all three.
+`tests/in_place/test_in_place.py` guards all three.
 """
 
 import functools

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jrb._xla import dependencies
-from tests.test_in_place import draw_add, growth
+from tests.in_place.test_in_place import draw_add, growth
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bool", "uint8", "int32", "bfloat16"])

@@ -11,7 +11,7 @@ from jax import lax
 import jrb
 from jrb import testing
 from jrb._xla import compiling, dependencies, gather
-from tests import test_devices as devices
+from tests.devices import test_devices as devices
 from tests.test_sum_tree import floats, same_bits
 
 N, E = 2**17, 4  # N: the least number of 4-byte elements that XLA splits over threads

@@ -1,4 +1,6 @@
-"""Simulates parts of Windows on another system: `python -m tests.windows` runs a program on stdin.
+"""Simulates parts of Windows on another system.
+
+`python -m tests.platforms.windows` runs a program on stdin.
 
 After the libraries that jrb needs are imported, modules and functions that Windows lacks are
 hidden, and folders can no longer be opened. Text mode, file names, the sharing of open files, and

@@ -9,7 +9,7 @@ import pytest
 from jax.extend.mlir import ir
 
 import jrb
-from tests import test_devices as devices
+from tests.devices import test_devices as devices
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ ITEM = {
     "next": {"observation": jnp.zeros(3), "reward": 0.0, "done": False},
 }
 PRIORITIZED = {"sampler": jrb.Prioritized(), "unit": jrb.NStep(3, discount=0.9)}
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 BUFFERS = {
     "prioritized": PRIORITIZED,
     "epochs": {"sampler": jrb.WithoutReplacement(), "unit": jrb.Sequence(3)},

@@ -26,7 +26,7 @@ import jrb
 from jrb import checkpoint, iterate, loops
 from jrb.checkpoint import api
 from tests import seams
-from tests.interrupts import usable
+from tests.interrupts.scenarios import usable
 
 ROOT = pathlib.Path(seams.__file__).parents[1]
 OURS = [module.__file__ for module in (api, iterate, seams.threads)]
@@ -477,7 +477,8 @@ SCENARIOS = ["save", "save_async", "prefetch", "prefetch_draws", "record", "copy
     ],
 )
 def test_interrupts_at_random_moments_lose_nothing(count, names, tmp_path):
-    command = [sys.executable, "-m", "tests.interrupts", tmp_path, str(count), "0", *names]
+    program = "tests.interrupts.scenarios"
+    command = [sys.executable, "-m", program, tmp_path, str(count), "0", *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)

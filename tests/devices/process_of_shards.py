@@ -1,6 +1,6 @@
 """One of several processes that draw from their shards and save them together.
 
-python -m tests.process_of_shards FOLDER NUMBER COUNT COORDINATOR
+python -m tests.devices.process_of_shards FOLDER NUMBER COUNT COORDINATOR
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Programs on a simulated Windows, which lacks flock and much else; see tests/windows.py."""
+"""Programs on a simulated Windows, which lacks flock and much else; see `windows.py`."""
 
 import subprocess
 import sys
@@ -85,7 +85,7 @@ NAMES = {"folder": ".", "native": "native", "h5": "a.h5"}
 def run(program, paths):
     for name, path in paths.items():
         program = program.replace(f"{{{name}!r}}", repr(path))
-    command = [sys.executable, "-m", "tests.windows"]
+    command = [sys.executable, "-m", "tests.platforms.windows"]
     return subprocess.run(command, input=program, capture_output=True, text=True, check=False)
 
 

@@ -21,7 +21,7 @@ def run(folder, count):
     """Runs `count` processes and returns the results of each."""
     folder.mkdir()
     coordinator = f"127.0.0.1:{multihost.free_port()}"
-    command = [sys.executable, "-m", "tests.process_of_shards", str(folder)]
+    command = [sys.executable, "-m", "tests.devices.process_of_shards", str(folder)]
     started = [
         subprocess.Popen([*command, str(number), str(count), coordinator])
         for number in range(count)
