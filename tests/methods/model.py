@@ -80,7 +80,7 @@ class Model:
                 self.writer.write(rows)
                 self.learn()
                 own = list(self.writer.held().values()) if self.writer.is_chronological else rows
-                anchors = self.anchors if self.writer.is_chronological else rows
+                anchors = self.anchors if self.writer.is_chronological else self.writer.taken(rows)
                 self.sampler.wrote(rows, own, anchors, self.unit.has_delayed_anchors)
         self.writer.told(given.get("told"))
         self.learn()

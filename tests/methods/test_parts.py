@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.Priority
 E, ROWS, PROGRAMS, TOGETHER = 2, 4, 30, 6
 """Environments, rows of a ring, programs, and descriptions among which they move."""
 HELD = jrb.Prioritized(new_priority="largest_held")
+HELD_ONES = [HELD, dataclasses.replace(HELD, max_draws=1)]
 COUNTED = jrb.Prioritized(count_draws=True)
 IN_ORDER = jrb.WithoutReplacement(shuffle=False, count_draws=True)
 EVERY = jrb.Weighted(weights.every, leaves=(("next", "reward"),))
@@ -73,7 +74,7 @@ SAMPLERS = {
         jrb.Uniform(False, max_draws=2),
         jrb.Newest(count=2, max_draws=2),
         dataclasses.replace(EVERY, max_draws=2),
-        dataclasses.replace(HELD, max_draws=1),
+        HELD_ONES[1],
     ],
 }
 OBJECTS = [
@@ -94,7 +95,8 @@ def described(unit, sampler, writer, storage):
 def all_descriptions():
     """Returns every unit, writer and storage that a kind of samplers accepts, in a random order.
 
-    Of the samplers of a kind that accept them, each is taken in turn.
+    Of the samplers of a kind that accept them, each is taken in turn. Which items a reservoir has
+    in the middle of a call is unknown, and with it the largest priority that is held.
     """
     known, turn = [], itertools.count()
     for samplers, unit, writer, storage in itertools.product(
@@ -102,6 +104,8 @@ def all_descriptions():
     ):
         accepted = []
         for sampler in samplers:
+            if isinstance(writer, jrb.Reservoir) and sampler in HELD_ONES:
+                continue
             with contextlib.suppress(ValueError):
                 accepted.append(described(unit, sampler, writer, storage))
         known += [accepted[next(turn) % len(accepted)]] if accepted else []

@@ -141,6 +141,10 @@ class OneByOne:
             self.came.append(row)
             self.place(row)
 
+    def taken(self, new):
+        """Returns the stored rows, as far as they are known: of some kinds only the new ones."""
+        return self.slots
+
     def put(self, slot, row):
         row.slot = slot
         self.slots[slot : slot + 1] = [row]
@@ -192,6 +196,9 @@ class AnyOf(OneByOne):
         self.total += 1
         if self.total <= self.size:
             self.put(self.total - 1, row)
+
+    def taken(self, new):
+        return new
 
     def told(self, numbers):
         """Takes over the number of the item in each slot, after the items of one call."""
