@@ -54,9 +54,9 @@ def rebuild(
     the items that are kept.
 
     Not kept are: the number of items that a reservoir has seen, if it becomes larger; the position
-    in an epoch (the next draw begins one); `set_alpha`, if the samplers differ. A queue continues
-    if both samplers are queues; otherwise every item is pending. Stacks of frames whose first
-    frames may be lost are not drawn.
+    in an epoch (the next draw begins one); `set_alpha`, if the samplers differ. A queue or a stack
+    continues if both samplers are of this kind and the units are equal; otherwise every item is
+    pending. Stacks of frames whose first frames may be lost are not drawn.
 
     A `jrb.Sharded` buffer can be rebuilt with another number of shards or as a single buffer, and a
     single buffer as a sharded one. The number of environments must stay; each shard gets its
@@ -532,8 +532,11 @@ def _sampler_state(
 ) -> Any:
     """Returns the new sampler's state with what the old ones knew about the items at `slots`."""
     old, sampler = buffer.sampler, new.sampler
-    # A sampler of the same kind imports the old state, joined from those of all shards.
-    if old == sampler or (type(old) is type(sampler) and not sampler.prioritized):
+    # A sampler of the same kind imports the old state, joined from those of all shards; but queues
+    # know anchors by their order, and another unit has other anchors.
+    is_alike = old == sampler or (type(old) is type(sampler) and not sampler.prioritized)
+    is_queue = sampler.consumes and sampler.max_draws is None
+    if is_alike and not (is_queue and buffer.unit != new.unit):
         state = states[0]
         if len(states) > 1 and isinstance(old, ShardedSampler):
             state = old.concat_shard_states(states)

@@ -170,11 +170,14 @@ class Model:
 
     def rebuild(self, buffer, rule):
         """Moves all rows to a buffer of other parts."""
-        old, held = self.sampler, self.writer
+        old, held, is_same_unit = self.sampler, self.writer, buffer.unit == self.unit
         self.forget(buffer, rule)
         self.take_parts(buffer, rule)
         held.into(self.writer)
         self.learn_anew()
+        sampler = self.buffer.sampler
+        if sampler.consumes and sampler.max_draws is None and not is_same_unit:
+            old = samplers.Alike(old.sampler, None)  # an order of other anchors is of no use
         self.adopt(old)
 
     def forget(self, buffer, rule):

@@ -14,6 +14,13 @@ pytestmark = pytest.mark.slow
 KEY = jax.random.key(0)
 
 
+STEP = {"x": 0, "next": {"done": False}}
+
+
+def steps(length):
+    return {"x": jnp.arange(length), "next": {"done": jnp.zeros(length, bool)}}
+
+
 def filled(length=9, envs=2, **parts):
     """Returns a buffer and a wrapped-around state; each item has its own number."""
     buffer = jrb.ReplayBuffer(6 * envs, envs, batch_size=4, **parts)
@@ -120,6 +127,29 @@ def test_a_queue_goes_on_and_another_sampler_begins():
     first = dataclasses.replace(old, sampler=jrb.Uniform())
     back = jrb.rebuild(first, state.replace(sampler={}), new)
     assert new.draw(back, KEY)[1].data["observation"].tolist() == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("kind", [jrb.Queue, jrb.Lifo])
+def test_all_is_pending_after_another_unit(kind):
+    """Rows that were no anchors before, as their windows had no end, are not lost."""
+    old = jrb.ReplayBuffer(8, batch_size=4, unit=jrb.Sequence(3), sampler=kind())
+    state = old.extend(old.init(STEP), steps(4))
+    state, first = old.draw(state, KEY)
+    assert first.mask.tolist() == [[True] * 3, [True] * 3, [False] * 3, [False] * 3]
+    new = dataclasses.replace(old, unit=jrb.Transition())
+    batch = new.draw(jrb.rebuild(old, state, new), KEY)[1]
+    assert sorted(batch.data["x"][batch.mask].tolist()) == [0, 1, 2, 3]
+
+
+def test_a_mixture_with_a_queue_keeps_priorities_after_another_unit():
+    sampler = jrb.Mixture((jrb.Prioritized(), jrb.Queue()), (0.5, 0.5))
+    old = jrb.ReplayBuffer(8, batch_size=4, unit=jrb.Sequence(1), sampler=sampler)
+    state = old.extend(old.init(STEP), steps(4))
+    state = old.update_priority(state, jnp.arange(2), jnp.array([3.0, 5.0]))
+    new = dataclasses.replace(old, unit=jrb.Transition())
+    after = jrb.rebuild(old, state, new)
+    assert new.priorities(after)[:4].tolist() == [3, 5, 1, 1]
+    assert int(new.draw(after, KEY)[1].mask.sum()) == 4
 
 
 def test_what_cannot_carry_over_is_refused():
