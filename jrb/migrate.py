@@ -21,7 +21,7 @@ from jrb.keys import ends_of, path_name
 from jrb.ring import Occupancy, Ring
 from jrb.samplers.prioritized import DROPPED
 from jrb.state import Buffer, BufferState
-from jrb.types import Context, DrawCounts, Item, OrderedSampler, PrioritizedSampler, ShardedSampler
+from jrb.types import Context, Item, OrderedSampler, PrioritizedSampler, ShardedSampler
 from jrb.types.messages import PartState
 from jrb.types.sampler import missing_method
 from jrb.writers import RoundRobin
@@ -459,7 +459,7 @@ def _refill(
     slots = jnp.asarray(kept.slots[kept.mask])
     samplers = [each.sampler for each in states]
     sampler = _sampler_state(old, samplers, new, result, slots, new_slots)
-    if all(isinstance(it, DrawCounts) and it.draws is not None for it in (sampler, *samplers)):
+    if old.sampler.count_draws and new.sampler.count_draws:
         # The counts of draws go with their items; `slots` are those of all shards in a row.
         draws = jnp.concatenate([jnp.asarray(one.draws) for one in samplers])[slots]
         sampler = sampler.replace(draws=sampler.draws.at[new_slots].set(draws))

@@ -5,7 +5,6 @@ K episodes. The episodes of a buffer and those of a dataset share these methods.
 
 import abc
 import ast
-import dataclasses
 import functools
 import operator
 import re
@@ -153,7 +152,7 @@ class Queries(abc.ABC):
             if isinstance(key, str):
                 keys = read_fact(episodes._facts_of_each(), key, "sort").tolist()
             else:
-                keys = [key(episodes[number]) for number in range(len(episodes))]
+                keys = list(map(key, episodes))
             # Comparisons with NaN are all False, and would leave the others in no order.
             rank = lambda number: ((keys[number] != keys[number]) != descending, keys[number])
             order = sorted(range(len(keys)), key=rank, reverse=descending)
@@ -199,50 +198,45 @@ _NODES = (
     *(ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Compare),
     *(ast.Name, ast.Load, ast.Constant, *_OPERATORS),
 )
-_RETURN = "__return__"
-"""The name of the fact `return` in the tree, as Python reads that word as a statement."""
-_LONGEST = 1000
-"""The most characters of a condition, as its parser recurses."""
+_RETURN = "__return__"  # the name of the fact `return` for Python's parser
+_LONGEST = 1000  # the most characters of a condition, as its parser recurses
 
 
-@dataclasses.dataclass(frozen=True)
 class Condition:
-    """A condition on facts about an episode, read from a text; no code in the text is run."""
+    """A condition on facts about an episode, read from a text; no code in the text is run.
 
-    text: str
+    Attributes:
+        names: the names of the facts in the condition.
+    """
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.text, str):
-            raise TypeError(f"condition: expected a text as 'length > 10', got {self.text!r}.")
-        if len(self.text) > _LONGEST:
-            raise self._error(f"{len(self.text)} characters, more than {_LONGEST}")
-        for node in ast.walk(self.tree):
+    def __init__(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise TypeError(f"condition: expected a text as 'length > 10', got {text!r}.")
+        self._text = text
+        if len(text) > _LONGEST:
+            raise self._error(f"{len(text)} characters, more than {_LONGEST}")
+        # Python reads `return` as a statement. Strings keep the word.
+        rename = lambda match: match[1] or _RETURN
+        text = re.sub(r"""("[^"]*"|'[^']*')|\breturn\b""", rename, text.strip())
+        try:
+            self._tree = ast.parse(text, mode="eval").body
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+            raise self._error("a text that cannot be read") from error
+        names = set()
+        for node in ast.walk(self._tree):
             value = node.value if isinstance(node, ast.Constant) else 0
             if not isinstance(node, _NODES) or not isinstance(value, int | float | str):
                 raise self._error(f"'{ast.unparse(node)}'")
-
-    @functools.cached_property
-    def tree(self) -> ast.expr:
-        """The tree of the expression."""
-        # Strings keep the word.
-        rename = lambda match: match[1] or _RETURN
-        text = re.sub(r"""("[^"]*"|'[^']*')|\breturn\b""", rename, self.text.strip())
-        try:
-            return ast.parse(text, mode="eval").body
-        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-            raise self._error("a text that cannot be read") from error
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the facts in the condition."""
-        nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Name)]
-        return sorted({_fact_of(node) for node in nodes})
+            if isinstance(node, ast.Name):
+                node.id = "return" if node.id == _RETURN else node.id
+                names.add(node.id)
+        self.names: list[str] = sorted(names)
 
     def holds(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """Returns for which episodes the condition holds, bool `[K]`; `read` returns a fact."""
         try:
             with np.errstate(all="ignore"):  # a number divided by zero is infinite or NaN
-                flags = np.asarray(self._evaluate(self.tree, read))
+                flags = np.asarray(self._evaluate(self._tree, read))
         except TypeError as error:  # such as a comparison of a number with a string
             raise self._error("values of kinds that do not go together") from error
         if flags.dtype != bool:
@@ -253,8 +247,8 @@ class Condition:
         """Returns the value of a part of the condition: flags, float64 numbers, or strings."""
         match node:
             case ast.Constant() | ast.Name():
-                is_name = isinstance(node, ast.Name)
-                value = np.asarray(read(_fact_of(node)) if is_name else node.value)
+                value = read(node.id) if isinstance(node, ast.Name) else node.value
+                value = np.asarray(value)
                 return value.astype(np.float64) if value.dtype.kind in "iuf" else value
             case ast.UnaryOp(op=op, operand=part):
                 value = self._evaluate(part, read)
@@ -277,9 +271,5 @@ class Condition:
     def _error(self, got: str) -> ValueError:
         return ValueError(
             f"condition: expected comparisons of facts about an episode, such as 'return > 100 and "
-            f"length < 500', got {got} in {self.text[:100]!r}."
+            f"length < 500', got {got} in {self._text[:100]!r}."
         )
-
-
-def _fact_of(name: ast.Name) -> str:
-    return "return" if name.id == _RETURN else name.id

@@ -40,14 +40,12 @@ def drawable_anchors(
 
 def update_anchors(buffer: Buffer, state: PartState, change: AnchorUpdate) -> Any:
     """Returns the sampler's state after anchors departed and others entered."""
-    ring, tree = buffer.ring, state.drawable
+    ring = buffer.ring
     # A run of unknown length is removed separately.
-    if change.expired is not None and change.most is None:
-        clear_all = lambda tree, departs: sum_tree.set_all(
-            tree, jnp.where(departs, 0.0, sum_tree.leaf_values(tree))
-        )
-        tree = change.clear_expired(ring, tree, _clear, clear_all)
-        change = dataclasses.replace(change, expired=None)
+    clear_all = lambda tree, departs: sum_tree.set_all(
+        tree, jnp.where(departs, 0.0, sum_tree.leaf_values(tree))
+    )
+    tree, change = change.clear_expired(ring, state.drawable, _clear, clear_all)
     # Departures come first, as a slot may do both in one call.
     departed, entered = change.departed_slots(ring), change.entered
     slots = jnp.concatenate([departed, entered])

@@ -24,7 +24,6 @@ from jrb.types import (
     AnchorUpdate,
     Context,
     Draw,
-    DrawCounts,
     HostState,
     IncomingItems,
     Item,
@@ -159,7 +158,7 @@ def _put_items(
         num_rows = context.held.rows(ring).reshape(plan.expired.shape)
         extra = plan.expired - jnp.maximum(num_rows + plan.rows - ring.rows, 0)
         writer = buffer.writer.evict_oldest(ring, writer, extra)
-    if isinstance(state.sampler, DrawCounts) and state.sampler.draws is not None:
+    if buffer.sampler.count_draws:
         # New items were drawn 0 times.
         draws = plan.put(state.sampler.draws, jnp.zeros(plan.slots.shape, jnp.int32))
         state = state.replace(sampler=state.sampler.replace(draws=draws))
@@ -321,8 +320,7 @@ def choose(
     has_weights = isinstance(sampler, ShardedSampler | PrioritizedSampler)
     if has_weights and sampler.normalize == "batch":
         # The largest weight may be that of an anchor that was left out.
-        largest = jnp.max(drawn.weights)
-        drawn = drawn.replace(weights=drawn.weights / jnp.where(largest > 0, largest, 1.0))
+        drawn = drawn.normalize_weights()
     return sampler.put_back(after, mask, kept), drawn
 
 
@@ -349,11 +347,8 @@ def anchors_to_draw(buffer: Buffer, state: BufferState, user_context: Any) -> An
     names = leaves_read(buffer, buffer.storage.spec(state.storage), paths).keys()
     # Read these leaves at all slots, and others nowhere.
     slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
-    items = {}
-    if names:
-        where = lambda name: slots if name in names else slots[:0]
-        items = buffer.storage.read(context, state.storage, where)
-    leaves = leaves_read(buffer, items, paths)
+    where = lambda name: slots if name in names else slots[:0]
+    leaves = leaves_read(buffer, buffer.storage.read(context, state.storage, where), paths)
     age = context.held.after(context.ring, slots) if buffer.writer.is_chronological else None
     is_drawable = None
     if buffer.sampler.max_draws is not None:
@@ -393,16 +388,12 @@ def mask_unless(
     """Returns sampler state and draw; unless `enough`, the old state and a fully masked draw."""
     # Leaves that the draw left alone need no select.
     keep = lambda new, old: new if new is old else jnp.where(enough, new, old)
-    some = lambda leaf: jnp.where(enough, leaf, jnp.zeros_like(leaf))
-    draw = draw.replace(
-        probabilities=some(draw.probabilities), weights=some(draw.weights), mask=some(draw.mask)
-    )
-    return jax.tree.map(keep, after, before), draw
+    return jax.tree.map(keep, after, before), draw.keep_where(enough)
 
 
 def count_draw(buffer: Buffer, sampler: PartState, draw: Draw) -> tuple[Any, Draw]:
     """Counts a draw if the sampler counts; `Draw.draws` is then set to the counts before it."""
-    if not isinstance(sampler, DrawCounts) or sampler.draws is None:
+    if not buffer.sampler.count_draws:
         return sampler, draw
     if buffer.sampler.max_draws is None:
         before = _counts_of(sampler, draw)
@@ -413,10 +404,8 @@ def count_draw(buffer: Buffer, sampler: PartState, draw: Draw) -> tuple[Any, Dra
 
 
 def _counts_of(sampler: Any, draw: Draw) -> jax.Array:
-    """Returns how often each anchor of a draw was drawn before, int32 `[B]`."""
-    # Masked entries have slots without a meaning: read some slot in range.
-    slots = jnp.where(draw.mask, draw.slots, 0)
-    return jnp.where(draw.mask, gather.read(sampler.draws, slots), 0)
+    """Returns how often each anchor of a draw was drawn before, int32 `[B]`; 0 where masked."""
+    return jnp.where(draw.mask, gather.read_at(sampler.draws, draw.slots), 0)
 
 
 def _mask_used_up(buffer: Buffer, sampler: Any, draw: Draw) -> tuple[Draw, jax.Array, jax.Array]:
@@ -429,7 +418,7 @@ def _mask_used_up(buffer: Buffer, sampler: Any, draw: Draw) -> tuple[Draw, jax.A
     real = jnp.where(draw.mask, draw.slots, buffer.capacity)
     uses = before + 1 + buffer.ring.times_before(real)
     is_last = draw.mask & (uses == most)
-    _, draw = mask_unless(draw.mask & (uses <= most), sampler, sampler, draw)
+    draw = draw.keep_where(uses <= most)
     return draw, jnp.where(draw.mask, before, 0), is_last
 
 
@@ -437,13 +426,11 @@ def count_draws(sampler: PartState, slots: jax.Array, mask: jax.Array, before: j
     """Returns the sampler's state with one more draw of each slot for which `mask` is True.
 
     Args:
-        sampler: the sampler's state; one without counts is returned unchanged.
+        sampler: the sampler's state, with counts.
         slots: int32 `[B]`, the slots that were drawn.
         mask: bool `[B]`, False for entries that do not count.
         before: int32 `[B]`, the counts of these slots before the draw.
     """
-    if not isinstance(sampler, DrawCounts) or sampler.draws is None:
-        return sampler
     draws = sampler.draws
     # Near 2^31 a count stays as it is. Entries that do not count add to slot N, which is dropped.
     counts = mask & (before < 2**31 - 1 - slots.size)
@@ -453,12 +440,9 @@ def count_draws(sampler: PartState, slots: jax.Array, mask: jax.Array, before: j
 
 
 def recount(before: PartState, after: PartState, sample: Sample, mask: jax.Array) -> Any:
-    """Returns the sampler's state `after` a draw, counting anchors in `mask`, like `indices`."""
-    if not isinstance(before, DrawCounts) or before.draws is None:
-        return after
+    """Returns the state `after` a draw, counting only anchors in `mask`, bool like `indices`."""
     flat = (it.reshape(-1) for it in (sample.indices, mask, sample.info["draws"]))
-    counts = count_draws(before, *flat)
-    return after.replace(draws=counts.draws)
+    return after.replace(draws=count_draws(before, *flat).draws)
 
 
 def assemble(

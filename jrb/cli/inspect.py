@@ -303,8 +303,7 @@ def stats(
     # Raise for a path that does not exist; then read the numbers in their own dtypes.
     sources.kind_of(path)
     with importlib.import_module("jrb.authoring").enable_x64():
-        dataset = sources.open_dataset(path, state)
-        dataset = dataset if where is None else dataset.where(where)
+        dataset = sources.open_dataset(path, state).where(where)
         running = dataset.facts.get("running", np.zeros(len(dataset), bool))
         counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
         counts |= {"complete": int(dataset.complete.sum()), "running": int(running.sum())}

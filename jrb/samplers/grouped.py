@@ -1,6 +1,5 @@
 """Draws of groups of items that share a key: completions of a prompt, tasks, levels."""
 
-import dataclasses
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -26,7 +25,6 @@ from jrb.types import (
 )
 
 _RUN = 64  # the number of groups that are counted together
-_OLDEST = np.uint32(2**31)  # the number of items from which on groups are equally old
 
 
 class GroupedState(DrawCounts):
@@ -35,19 +33,17 @@ class GroupedState(DrawCounts):
     Attributes:
         keys: int32 `[G]`, the key of each group.
         sizes: int32 `[G]`, the number of its items; 0 for a free place in the table.
-        newest: uint32 `[G]`, the number of items that had entered before its last one, modulo 2^32.
+        order: int32 `[G]`, the number of groups whose last item is older; a permutation.
         slots: int32 `[G, K]`, the slots of its items, in the order in which they entered; N where
             there is none.
-        now: uint32 `[]`, the number of items that have entered, modulo 2^32.
         key_of: int32 `[N]`, the key of the item in each slot.
         group_of: int32 `[N]`, the place in the table of each slot's group; G for none.
     """
 
     keys: jax.Array
     sizes: jax.Array
-    newest: jax.Array
+    order: jax.Array
     slots: jax.Array
-    now: jax.Array
     key_of: jax.Array
     group_of: jax.Array
 
@@ -145,9 +141,8 @@ class Grouped(ShardedSampler):
         return GroupedState(
             keys=jnp.zeros(count, jnp.int32),
             sizes=jnp.zeros(count, jnp.int32),
-            newest=jnp.zeros(count, jnp.uint32),
+            order=jnp.arange(count, dtype=jnp.int32),
             slots=jnp.full((count, self.per_group), ring.capacity, jnp.int32),
-            now=jnp.zeros((), jnp.uint32),
             key_of=jnp.zeros(ring.capacity, jnp.int32),
             group_of=jnp.full(ring.capacity, count, jnp.int32),
         )
@@ -197,12 +192,10 @@ class Grouped(ShardedSampler):
         none = jnp.full_like(slots, ring.capacity)
         slots = none.at[group, place].set(slots, mode="drop").reshape(-1)
         each = jax.tree.map(lambda leaf: jnp.repeat(leaf, self.per_group), drawn)
-        mask = each.mask & (slots < ring.capacity)
+        each = each.keep_where(slots < ring.capacity)
         return state, each.replace(
-            slots=jnp.where(mask, slots, 0),
-            probabilities=jnp.where(mask, each.probabilities * (1 / self.per_group), 0.0),
-            weights=jnp.where(mask, each.weights, 0.0),
-            mask=mask,
+            slots=jnp.where(each.mask, slots, 0),
+            probabilities=each.probabilities * (1 / self.per_group),
             group=jnp.repeat(keys, self.per_group),
         )
 
@@ -232,9 +225,8 @@ class Grouped(ShardedSampler):
         def nth(ranks: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
             if isinstance(self.sampler, OrderedSampler):
                 # From the group that is longest without a new item to the newest.
-                since = dependencies.materialize(lambda: state.now - state.newest)
-                age = jnp.minimum(since, _OLDEST - 1).astype(jnp.int32)
-                place = jnp.argsort(jnp.where(may_be_drawn, -age, 1), stable=True)[ranks]
+                order = dependencies.materialize(lambda: state.order)
+                place = jnp.argsort(jnp.where(may_be_drawn, order, self.num_groups))[ranks]
             else:
                 # If the first groups of the table may be drawn and no others, a rank is a place.
                 # On a GPU, a branch would ask the host first.
@@ -246,11 +238,8 @@ class Grouped(ShardedSampler):
                 )
             return place.astype(jnp.int32), jnp.ones(ranks.shape, jnp.float32)
 
-        groups = Anchors(
-            count=count,
-            nth=nth,
-            facts=None if anchors.facts is None else self._facts(state, anchors.facts),
-        )
+        facts = None if anchors.facts is None else self._facts(state, anchors.facts)
+        groups = Anchors(count, nth, facts=facts)
         place = jnp.arange(self.num_groups, dtype=jnp.int32)
         entered = jnp.where(may_be_drawn, place, self.num_groups)
         own = self.sampler.init(self._ring)
@@ -266,7 +255,7 @@ class Grouped(ShardedSampler):
 
     def ready(self, state: GroupedState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if a group may be drawn."""
-        groups, own = self._groups(state, dataclasses.replace(anchors, facts=None))
+        groups, own = self._groups(state, anchors)
         count = None if batch_size is None else self._num_groups(batch_size)
         return self.sampler.ready(own, groups, count)
 
@@ -301,16 +290,14 @@ class Grouped(ShardedSampler):
 def _remove(state: GroupedState, departed: jax.Array) -> GroupedState:
     """Removes slots, int32 `[M]`, N for padding, from the groups that they are in."""
     capacity, (num_groups, per_group) = state.key_of.size, state.slots.shape
-    group = gather.read(state.group_of, jnp.minimum(departed, capacity - 1))
-    group = jnp.where(departed < capacity, group, num_groups)
-    members = gather.read(state.slots, jnp.minimum(group, num_groups - 1))
+    group = jnp.where(departed < capacity, gather.read_at(state.group_of, departed), num_groups)
+    safe = jnp.minimum(group, num_groups - 1)
+    members = gather.read(state.slots, safe)
     # Write N over the places that have one of these slots.
     at = jnp.where(members == departed[:, None], group[:, None], num_groups)
     place = np.arange(per_group, dtype=np.int32)
     slots = state.slots.at[at, place].set(capacity, mode="drop")
-    remaining = jnp.sum(
-        slots[jnp.minimum(group, num_groups - 1)] < capacity, axis=1, dtype=jnp.int32
-    )
+    remaining = jnp.sum(slots[safe] < capacity, axis=1, dtype=jnp.int32)
     none = jnp.full_like(departed, num_groups) + dependencies.zero_depending_on(group)
     return state.replace(
         slots=slots,
@@ -322,37 +309,35 @@ def _remove(state: GroupedState, departed: jax.Array) -> GroupedState:
 def _add(state: GroupedState, entered: jax.Array) -> GroupedState:
     """Adds slots, int32 `[M]`, N for padding, to the groups of their keys, one after another."""
     capacity, (num_groups, per_group) = state.key_of.size, state.slots.shape
-    # Groups without a new item for 2^31 items stay as old as that, as numbers start over.
-    age = jnp.minimum(state.now - state.newest, _OLDEST)
-    state = state.replace(newest=state.now - age)
 
     def add(state: GroupedState, slot: jax.Array) -> tuple[GroupedState, None]:
         is_real = slot < capacity
-        key = gather.read(state.key_of, jnp.minimum(slot, capacity - 1)[None])[0]
+        key = gather.read_at(state.key_of, slot[None])[0]
         # The group of the key; or a free place, or that of the group longest without a new item.
-        age = jnp.where(state.sizes > 0, state.now - state.newest, np.uint32(2**32 - 1))
+        oldest = jnp.argmin(jnp.where(state.sizes > 0, state.order, -1))
         is_same = (state.keys == key) & (state.sizes > 0)
         is_known = jnp.any(is_same)
-        group = jnp.where(is_known, jnp.argmax(is_same), jnp.argmax(age)).astype(jnp.int32)
-        # Items keep their order: the new one is last, and takes the place of none, or of the first.
+        group = jnp.where(is_known, jnp.argmax(is_same), oldest).astype(jnp.int32)
+        # Of a group that goes, all items leave; of one that is full, the oldest.
         members = gather.read(state.slots, group[None])[0]
         place = np.arange(per_group, dtype=np.int32)
-        freed = jnp.argmax(members == capacity)  # 0 if no place is free
-        following = jnp.append(members[1:], slot)
-        moved = jnp.where(place < freed, members, following)
-        row = jnp.where(is_known, moved, jnp.where(place == per_group - 1, slot, capacity))
-        # Of a group that is full, the oldest item leaves; of one that goes, all do.
-        leaves = jnp.where(is_known, jnp.where(place == freed, members, capacity), members)
+        kept = jnp.where(is_known, members, capacity)
+        freed = jnp.argmax(kept == capacity)  # 0 if no place is free
+        leaves = jnp.where(is_known & (place != freed), capacity, members)
+        # Items keep their order: the new one is last, and takes the place of none, or of the first.
+        row = jnp.where(place < freed, kept, jnp.append(kept[1:], slot))
         none = jnp.full_like(leaves, num_groups)
         at = jnp.where(is_real, group, num_groups)[None]
         slots = jnp.append(jnp.where(is_real, leaves, capacity), slot)
         size = jnp.sum(row < capacity, dtype=jnp.int32)
+        # The group becomes the newest, and those that were newer move up.
+        is_newer = is_real & (state.order > gather.read(state.order, group[None]))
+        order = jnp.where(is_newer, state.order - 1, state.order)
         return state.replace(
             keys=gather.put(state.keys, at, key),
             sizes=gather.put(state.sizes, at, size),
-            newest=gather.put(state.newest, at, state.now),
+            order=gather.put(order, at, jnp.int32(num_groups - 1)),
             slots=state.slots.at[at[0]].set(row, mode="drop"),
-            now=state.now + is_real.astype(jnp.uint32),
             group_of=gather.put(state.group_of, slots, jnp.append(none, group)),
         ), None
 

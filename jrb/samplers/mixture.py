@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,9 @@ class Mixture(LimitedSampler):
     reads: ClassVar[tuple[Path, ...] | None] = property(  # pyright: ignore[reportAssignmentType]
         lambda self: self._paths_read()
     )
+    normalize: ClassVar[Any] = property(
+        lambda self: "batch" if any(one.normalize for one in self._prioritized_samplers) else None
+    )
 
     def __new__(cls, samplers: Any = (), *others: Any, **named: Any) -> Any:
         """Makes an instance of the class that has the contracts of these samplers."""
@@ -145,6 +148,10 @@ class Mixture(LimitedSampler):
         each = [sampler.reads for sampler in self.samplers if sampler.reads is not None]
         return tuple(dict.fromkeys(itertools.chain(*each))) if each else None
 
+    @property
+    def _prioritized_samplers(self) -> list[PrioritizedSampler]:
+        return [one for one in self.samplers if isinstance(one, PrioritizedSampler)]
+
     def init(self, ring: Ring) -> MixtureState:
         """Returns the states of all samplers."""
         return MixtureState(states=tuple(sampler.init(ring) for sampler in self.samplers))
@@ -191,7 +198,9 @@ class Mixture(LimitedSampler):
         drawn = jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[order], *draws)
         drawn = drawn.replace(sampler=jnp.asarray(source[order]))
         drawn = self._fill_batch(keys[-1], drawn, draws[-1]) if self.fill else drawn
-        return state.replace(states=tuple(states)), self._divide_weights(drawn)
+        # One divisor for all samplers: two would scale their losses against each other.
+        drawn = drawn if self.normalize is None else drawn.normalize_weights()
+        return state.replace(states=tuple(states)), drawn
 
     def _fill_batch(self, key: jax.Array, drawn: Draw, others: Draw) -> Draw:
         """Returns the batch with entries of the last sampler, `others`, where it has none."""
@@ -201,10 +210,6 @@ class Mixture(LimitedSampler):
         others = others.replace(sampler=jnp.full(drawn.mask.shape, last, jnp.int32))
         is_filled = (drawn.sampler == last) | ~drawn.mask
         return jax.tree.map(lambda a, b: jnp.where(is_filled, b[at], a), drawn, others)
-
-    def _divide_weights(self, drawn: Draw) -> Draw:
-        """Returns the draw with its weights divided by one number; as it is without priorities."""
-        return drawn
 
     def ready(self, state: MixtureState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if all samplers with a share are ready; or the last one, if it fills."""
@@ -291,26 +296,9 @@ class PrioritizedMixture(Mixture, PrioritizedSampler):
             )
 
     @property
-    def normalize(self) -> Literal["batch"] | None:  # pyright: ignore
-        """None if it is None for all samplers with priorities; else "batch"."""
-        return None if all(one.normalize is None for one in self._prioritized_samplers) else "batch"
-
-    @property
     def takes_priorities(self) -> bool:  # pyright: ignore
         """True if any of the samplers takes priorities."""
         return any(one.takes_priorities for one in self._prioritized_samplers)
-
-    @property
-    def _prioritized_samplers(self) -> list[PrioritizedSampler]:
-        return [one for one in self.samplers if isinstance(one, PrioritizedSampler)]
-
-    def _divide_weights(self, drawn: Draw) -> Draw:
-        if self.normalize is None:
-            return drawn
-        # One divisor for all samplers: two would scale their losses against each other.
-        largest = jnp.max(drawn.weights)
-        weights = jnp.maximum(drawn.weights / jnp.where(largest > 0, largest, 1.0), SMALLEST)
-        return drawn.replace(weights=jnp.where(drawn.mask, weights, 0.0))
 
     def attach(self, state: MixtureState, has_delayed_anchors: bool) -> MixtureState:
         """Calls `attach` of all samplers with priorities."""

@@ -1,6 +1,5 @@
 """Prioritized experience replay: anchors are drawn in proportion to their priority^alpha."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -163,17 +162,15 @@ class Prioritized(PrioritizedSampler, ShardedSampler, LimitedSampler):
     ) -> PrioritizedState:
         """Removes the masses of anchors that departed, then sets those of anchors that entered."""
         # A run of unknown length is removed by itself, all other slots below.
-        if change.expired is not None and change.most is None:
-            clear = lambda state, slots: self._set_priorities(
-                state, (slots, jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR))
-            )
+        clear = lambda state, slots: self._set_priorities(
+            state, (slots, jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR))
+        )
 
-            def clear_all(state: PrioritizedState, departs: jax.Array) -> PrioritizedState:
-                raw = jnp.where(departs, _NO_ANCHOR, state.raw)
-                return self._put_masses(state.replace(raw=raw), raw, sum_tree.set_all)
+        def clear_all(state: PrioritizedState, departs: jax.Array) -> PrioritizedState:
+            raw = jnp.where(departs, _NO_ANCHOR, state.raw)
+            return self._put_masses(state.replace(raw=raw), raw, sum_tree.set_all)
 
-            state = change.clear_expired(ring, state, clear, clear_all)
-            change = dataclasses.replace(change, expired=None)
+        state, change = change.clear_expired(ring, state, clear, clear_all)
         departed = change.departed_slots(ring)
         # The largest held priority is read without the anchors that depart or are overwritten.
         if state.largest is not None:

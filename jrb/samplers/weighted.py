@@ -14,9 +14,6 @@ from jrb.samplers.prioritized import Weighing, draw_by_mass
 from jrb.types import Anchors, AnchorUpdate, Draw, LimitedSampler, ShardedSampler, ShardStats
 from jrb.types.messages import DrawCounts, PartState
 
-Function = Callable[[dict[str, jax.Array], jax.Array, Any], jax.Array]
-"""A function from leaves, ages and a context to weights."""
-
 
 class WeightedState(DrawCounts):
     """The slots that may be drawn.
@@ -70,7 +67,7 @@ class Weighted(ShardedSampler, LimitedSampler):
         []
     """
 
-    function: Function
+    function: Callable[[dict[str, jax.Array], Any, Any], jax.Array]
     leaves: tuple[Path, ...] = ()
     beta: float = 0.0
     normalize: Literal["batch", "buffer"] | None = "batch"
@@ -116,10 +113,6 @@ class Weighted(ShardedSampler, LimitedSampler):
         tree = self._tree(ring, state, anchors)
         return state, draw_by_mass(tree, key, batch_size, anchors, weighing)
 
-    def ready(self, state: WeightedState, anchors: Anchors, batch_size: int | None) -> jax.Array:
-        """Returns True if there is an anchor; whether any has a weight, a draw finds out."""
-        return anchors.count > 0
-
     def stats(self, ring: Ring, state: WeightedState, anchors: Anchors) -> ShardStats:
         """Returns the sum of the weights of this shard's anchors."""
         return ShardStats.uniform(anchors).replace(
@@ -142,12 +135,7 @@ class Weighted(ShardedSampler, LimitedSampler):
         return states[0]
 
     def rebuild_index(
-        self,
-        ring: Ring,
-        state: WeightedState,
-        entered: jax.Array,
-        old: Anchors,
-        new: Anchors,
+        self, ring: Ring, state: WeightedState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> WeightedState:
         """Marks the anchors after an edit."""
         none = jnp.zeros_like(state.is_anchor)
@@ -158,11 +146,10 @@ class Weighted(ShardedSampler, LimitedSampler):
         facts: Any = anchors.facts
         is_anchor = state.is_anchor if facts.is_drawable is None else facts.is_drawable
         # Ranks and sums over all anchors need to know which slots are none.
-        age: Any = facts.age
-        if facts.age is not None:
+        age = facts.age
+        if age is not None:
             # Of groups, the ages have an axis of items.
-            flags = is_anchor.reshape(-1, *(1,) * (facts.age.ndim - 1))
-            age = jnp.where(flags, facts.age, -1)
+            age = jnp.where(is_anchor.reshape(-1, *(1,) * (age.ndim - 1)), age, -1)
         weights = jnp.asarray(self.function(facts.leaves, age, facts.context))
         is_real = jnp.issubdtype(weights.dtype, jnp.number) or weights.dtype == jnp.bool_
         if weights.shape != (ring.capacity,) or not is_real:

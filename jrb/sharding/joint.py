@@ -222,11 +222,8 @@ def weigh_draws(
         greatest = num_shards * all_shares * relative(all_stats.min_mass * inverse)
         weights = weights * (1 / jnp.max(jnp.where(all_shares > 0, greatest, _TINY)))
     # A weight of 0 is for masked entries only.
-    return draws.replace(
-        probabilities=jnp.where(mask, probabilities, 0.0),
-        weights=jnp.where(mask, jnp.maximum(weights, _TINY), 0.0),
-        mask=mask,
-    )
+    weights = jnp.maximum(weights, _TINY)
+    return draws.replace(probabilities=probabilities, weights=weights).keep_where(mask)
 
 
 def _pairwise_sum(numbers: jax.Array) -> jax.Array:

@@ -224,7 +224,7 @@ def load_frames(array: BlockArray, rows: CompressedRows, leaf: int) -> None:
         raise DamagedError(f"{array.path}: {spec.label}: expected {kind}, got {spec.kind}.")
 
     def load(group: int) -> None:
-        slots = np.arange(group * size, rows.capacity)[:size]
+        slots = range(group * size, rows.capacity)[:size]
         data = np.zeros((pages, _PAGE), np.uint8)
         try:
             array.fill(data, group * pages)
@@ -232,7 +232,7 @@ def load_frames(array: BlockArray, rows: CompressedRows, leaf: int) -> None:
             raise DamagedError(f"{error} They hold slots {slots[0]} to {slots[-1]}.") from error
         lengths = data.reshape(-1)[: size * _LENGTH.itemsize].view(_LENGTH)[: len(slots)]
         text, stop = data.tobytes(), size * _LENGTH.itemsize
-        for slot, length in zip(slots.tolist(), lengths.tolist(), strict=False):
+        for slot, length in zip(slots, lengths.tolist(), strict=True):
             frame, stop = text[stop : stop + length], stop + length
             # blosc2 writes as many bytes as a frame says, wherever they go.
             sizes = rows.blosc2.get_cbuffer_sizes(frame) if len(frame) >= 32 else (0, 0, 0)

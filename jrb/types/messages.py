@@ -409,15 +409,16 @@ class AnchorUpdate:
         state: Any,
         clear: Callable[[Any, jax.Array], Any],
         clear_all: Callable[[Any, jax.Array], Any],
-    ) -> Any:
-        """Returns a state in which the slots in `expired`, which is not None, are cleared.
+    ) -> tuple[Any, "AnchorUpdate"]:
+        """Returns state and update after `expired` is cleared; as they are if `most` bounds it.
 
         `clear(state, slots)` clears slots, int32 `[K]`, N for padding; `clear_all(state, departs)`
         those for which bool `[N]` is True. The CPU clears in chunks; on a GPU, a loop of unknown
         length would ask the host before each trip.
         """
-        run: Any = self.expired
-        chunk = min(ring.capacity, _CHUNK)
+        run, chunk = self.expired, min(ring.capacity, _CHUNK)
+        if run is None or self.most is not None:
+            return state, self
 
         def clear_next(trip: jax.Array, state: Any) -> Any:
             # The next slots of the run, after those that earlier trips have cleared.
@@ -427,10 +428,11 @@ class AnchorUpdate:
 
         every = jnp.arange(ring.capacity, dtype=jnp.int32)
         trips = (dependencies.max_over_batch(run.size) + chunk - 1) // chunk
-        return lax.platform_dependent(
+        state = lax.platform_dependent(
             cpu=lambda: dependencies.loop(trips, clear_next, state),
             default=lambda: clear_all(state, run.holds(ring, every)),
         )
+        return state, dataclasses.replace(self, expired=None)
 
 
 class Draw(pytree.State):
@@ -455,6 +457,20 @@ class Draw(pytree.State):
     draws: jax.Array | None = None
     sampler: jax.Array | None = None
     group: jax.Array | None = None
+
+    def keep_where(self, where: jax.Array) -> "Draw":
+        """Returns the draw with entries masked where `where`, bool `[B]` or `[]`, is False."""
+        keep = lambda leaf: jnp.where(where, leaf, jnp.zeros_like(leaf))
+        return self.replace(
+            probabilities=keep(self.probabilities), weights=keep(self.weights), mask=keep(self.mask)
+        )
+
+    def normalize_weights(self) -> "Draw":
+        """Returns the draw with its weights divided by the largest; those above 0 stay so."""
+        largest = jnp.max(self.weights)
+        weights = self.weights / jnp.where(largest > 0, largest, 1.0)
+        weights = jnp.maximum(weights, np.finfo(np.float32).tiny)
+        return self.replace(weights=jnp.where(self.mask, weights, 0.0))
 
 
 class DrawCounts(pytree.State):

@@ -122,13 +122,9 @@ class Packed(WrappingUnit):
         number, places = _fit_in_rows(lengths, self.max_episodes, self.length)
         entry = places.reshape(-1)
         # Entries without an episode are masked, and repeat some slot.
-        is_filled, entry = entry < number, jnp.minimum(entry, lengths.size - 1)
-        is_in = is_filled & drawn.mask[entry]
-        some = lambda leaf: jnp.where(is_in, leaf[entry], jnp.zeros((), leaf.dtype))
-        arranged = jax.tree.map(lambda leaf: leaf[entry], drawn).replace(
-            probabilities=some(drawn.probabilities), weights=some(drawn.weights), mask=is_in
-        )
-        return arranged, number
+        safe = jnp.minimum(entry, lengths.size - 1)
+        arranged = jax.tree.map(lambda leaf: leaf[safe], drawn)
+        return arranged.keep_where(entry < number), number
 
     def plan_read(
         self,

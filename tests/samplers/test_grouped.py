@@ -245,15 +245,6 @@ def test_a_group_that_went_comes_back_with_new_items_only():
     assert set(batch.data["next"]["reward"][of_one & batch.mask].tolist()) == {4.0}
 
 
-def test_counters_start_over():
-    buffer = jrb.ReplayBuffer(6, sampler=jrb.Grouped("prompt", 2, 3), batch_size=30)
-    state = buffer.init(EXAMPLE)
-    last = jnp.uint32(2**32 - 2)
-    sampler = state.sampler.replace(now=last, newest=jnp.full(2, last))
-    state = buffer.extend(state.replace(sampler=sampler), items_of([1, 2, 1, 3]))
-    assert set(buffer.sample(state, KEY).info["group"].tolist()) == {1, 3}
-
-
 def test_one_trace_and_vmap():
     traces = []
 
