@@ -139,7 +139,6 @@ class ReplayBuffer:
             if value is not None:
                 most = min(self.capacity, 2**31 - 1) if name == "min_size" else None
                 checks.count(name, value, most)
-                object.__setattr__(self, name, int(value))  # NumPy's integers have a dtype
         if self.num_envs is not None:
             checks.multiple(self.capacity, self.num_envs)
         checks.flag("cast", self.cast)

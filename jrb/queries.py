@@ -81,7 +81,8 @@ class Queries(abc.ABC):
         bounds |= {"min_length": min_length, "max_length": max_length}
         for name, bound in bounds.items():
             if bound is not None:
-                if isinstance(bound, bool) or not np.isreal(bound) or bound != bound:
+                number = np.asarray(bound)
+                if number.shape or number.dtype.kind not in "iuf" or np.isnan(number):
                     raise TypeError(f"{name}: expected a number, got {bound!r}.")
                 compare = operator.ge if name.startswith("min") else operator.le
                 tests.append((name[4:], lambda value, f=compare, bound=bound: f(value, bound)))
@@ -89,8 +90,10 @@ class Queries(abc.ABC):
             checks.flag("complete", complete)
             tests.append(("complete", lambda value: value == complete))
         if env is not None:
-            envs = checks.indices("where: env", np.atleast_1d(np.asarray(env)))
-            tests.append(("env", lambda value: np.isin(value, np.asarray(envs))))
+            envs = np.asarray(env)
+            if envs.dtype.kind not in "iu" or envs.ndim > 1:
+                raise TypeError(f"env: expected an integer, or a list of some, got {env!r}.")
+            tests.append(("env", lambda value: np.isin(value, envs)))
         if since is not None:
             checks.count("since", since)
             tests.append(("age", lambda value: value < since))
@@ -199,6 +202,7 @@ _NODES = (
     *(ast.Name, ast.Load, ast.Constant, *_OPERATORS),
 )
 _RETURN = "__return__"  # the name of the fact `return` for Python's parser
+_STRING_OR_RETURN = r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|\breturn\b"""
 _LONGEST = 1000  # the most characters of a condition, as its parser recurses
 
 
@@ -217,15 +221,18 @@ class Condition:
             raise self._error(f"{len(text)} characters, more than {_LONGEST}")
         # Python reads `return` as a statement. Strings keep the word.
         rename = lambda match: match[1] or _RETURN
-        text = re.sub(r"""("[^"]*"|'[^']*')|\breturn\b""", rename, text.strip())
+        text = re.sub(_STRING_OR_RETURN, rename, text.strip())
         try:
             self._tree = ast.parse(text, mode="eval").body
         except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
             raise self._error("a text that cannot be read") from error
         names = set()
-        for node in ast.walk(self._tree):
+        for node in filter(lambda node: isinstance(node, ast.expr), ast.walk(self._tree)):
+            # Operators have no text of their own.
+            operators = [one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.expr)]
             value = node.value if isinstance(node, ast.Constant) else 0
-            if not isinstance(node, _NODES) or not isinstance(value, int | float | str):
+            is_known = all(isinstance(part, _NODES) for part in (node, *operators))
+            if not is_known or not isinstance(value, int | float | str):
                 raise self._error(f"'{ast.unparse(node)}'")
             if isinstance(node, ast.Name):
                 node.id = "return" if node.id == _RETURN else node.id
@@ -239,6 +246,8 @@ class Condition:
                 flags = np.asarray(self._evaluate(self._tree, read))
         except TypeError as error:  # such as a comparison of a number with a string
             raise self._error("values of kinds that do not go together") from error
+        except OverflowError as error:
+            raise self._error("a number that is too large") from error
         if flags.dtype != bool:
             raise self._error("a value that is neither true nor false")
         return flags
@@ -254,7 +263,10 @@ class Condition:
                 value = self._evaluate(part, read)
                 return ~value if isinstance(op, ast.Not) else -value
             case ast.BinOp(op=op, left=left, right=right):
-                return _OPERATORS[type(op)](self._evaluate(left, read), self._evaluate(right, read))
+                pair = [self._evaluate(part, read) for part in (left, right)]
+                # Flags count as 0 and 1; of two flags, NumPy's `+` is a flag.
+                pair = [it.astype(np.float64) if it.dtype == bool else it for it in pair]
+                return _OPERATORS[type(op)](*pair)
             case ast.BoolOp(op=op, values=parts):
                 # These operators raise for numbers, of which Python's own would take any.
                 join = operator.and_ if isinstance(op, ast.And) else operator.or_

@@ -1,6 +1,7 @@
 """The methods of a buffer, compared with a plain Python model and one by one."""
 
 import collections
+import dataclasses
 import functools
 
 import chex
@@ -349,6 +350,34 @@ def test_numpy_integers_describe_the_same_buffer():
         state = buffer.add(buffer.init(number(0)), number([1, 2]))
         state, _ = buffer.draw(state, KEY, batch_size=np.int64(1))
         assert {leaf.dtype for leaf in jax.tree.leaves(state.sampler)} == {jnp.dtype("int32")}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"unit": jrb.Sequence(np.int64(2), burn_in=np.uint8(1), stride=np.int8(1))},
+        {"unit": jrb.FrameStack(np.uint32(2), paths=("x",))},
+        {"unit": jrb.NStep(np.uint8(2), np.float32(0.5), strict=True)},
+        {"unit": jrb.Packed(np.int64(4), np.int64(2))},
+        {"sampler": jrb.Grouped("key", np.int64(3), np.int64(2))},
+        {"sampler": jrb.Prioritized(alpha=np.float64(0.5), max_draws=np.int64(9))},
+    ],
+)
+def test_numpy_numbers_in_parts_are_those_of_python(parts):
+    item = {"x": np.ones(2, np.float32), "key": np.int32(0)}
+    item["next"] = {"reward": np.float32(1), "done": np.bool_(False)}
+    with enable_x64():
+        buffer = jrb.ReplayBuffer(16, batch_size=4, **parts)
+        state = buffer.init(item)
+        for number in range(6):
+            item["next"]["done"] = np.bool_(number % 3 == 2)
+            state = buffer.add(state, item)
+        sample = buffer.sample(state, KEY)
+    assert sample.weights.dtype == sample.probabilities.dtype == np.float32
+    assert sample.mask.any()
+    part = next(iter(parts.values()))
+    values = [getattr(part, field.name) for field in dataclasses.fields(part)]
+    assert not any(isinstance(value, np.generic) for value in values)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

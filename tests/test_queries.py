@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -231,6 +232,8 @@ def test_units_that_need_whole_episodes_refuse_incomplete_ones():
         "length in 3",
         "~complete",
         "length := 3",
+        "length % 2 == 0",
+        "9" * 400 + " / length > 0",
         "(" * 5000 + "1" + ")" * 5000 + " > length",
         "(" * 400 + "1" + ")" * 400 + " > length",
     ],
@@ -250,7 +253,10 @@ def test_other_texts_are_refused(text):
         ({"max_length": True}, TypeError, "max_length: expected a number"),
         ({"min_length": float("nan")}, TypeError, "min_length: expected a number"),
         ({"complete": 1}, TypeError, "complete"),
+        ({"min_return": 10**400}, TypeError, "min_return: expected a number"),
+        ({"min_return": np.ones(2)}, TypeError, "min_return: expected a number"),
         ({"env": 1.5}, TypeError, "env"),
+        ({"env": True}, TypeError, "env: expected an integer"),
         ({"since": 0}, ValueError, "since"),
         ({"predicate": 3}, TypeError, "predicate: expected a function"),
     ],
@@ -267,6 +273,24 @@ def test_words_in_strings_are_kept():
     same = found.where("'return' == 'return' and (return>1e-1 or 1 < 0)")
     assert ids(same) == ids(it for it in every if it.return_ > 0.1)
     assert len(found.where("'return' != \"return\"")) == 0
+
+
+def test_the_part_that_is_refused_is_named():
+    buffer, state, _ = filled(4)
+    for text in ("length % 2", "length // 2", "~complete", "+length"):
+        with pytest.raises(ValueError, match=f"got '{re.escape(text)}'"):
+            jrb.episodes(buffer, state).where(f"({text}) == 0")
+
+
+def test_flags_are_counted_in_sums():
+    buffer, state, every = filled(20)
+    found = jrb.episodes(buffer, state)
+    many = found.where("(length > 1) + (length > 2) + complete > 1")
+    assert ids(many) == ids(
+        it for it in every if (it.length > 1) + (it.length > 2) + it.complete > 1
+    )
+    assert len(found.where("True + True == 2")) == len(every)
+    assert len(found.where("'it\\'s return' == \"it's return\"")) == len(every)
 
 
 def test_names_of_facts_are_taken_as_they_are():

@@ -47,7 +47,11 @@ def component(cls: type[T]) -> type[T]:
 
     def post_init(self: Any) -> None:
         for field in dataclasses.fields(self):
-            _check_static(type(self).__name__, field.name, getattr(self, field.name))
+            value = getattr(self, field.name)
+            _check_static(type(self).__name__, field.name, value)
+            # Numbers of NumPy have a dtype, which results would take over.
+            if isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value.item())
         check(self)
 
     def representation(self: Any) -> str:

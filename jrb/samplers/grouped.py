@@ -188,7 +188,8 @@ class Grouped(ShardedSampler):
         # would take longer on a CPU.
         slots, keys = gather.read_items((state.slots, drawn.slots), (state.keys, drawn.slots))
         has_item, group = slots < ring.capacity, np.arange(count, dtype=np.int32)[:, None]
-        place = jnp.where(has_item, jnp.cumsum(has_item, axis=1) - 1, self.per_group)
+        place = jnp.cumsum(has_item, axis=1, dtype=jnp.int32) - 1
+        place = jnp.where(has_item, place, self.per_group)
         none = jnp.full_like(slots, ring.capacity)
         slots = none.at[group, place].set(slots, mode="drop").reshape(-1)
         each = jax.tree.map(lambda leaf: jnp.repeat(leaf, self.per_group), drawn)
@@ -230,7 +231,8 @@ class Grouped(ShardedSampler):
             else:
                 # If the first groups of the table may be drawn and no others, a rank is a place.
                 # On a GPU, a branch would ask the host first.
-                has_no_gap = jnp.all(may_be_drawn == (jnp.arange(self.num_groups) < count))
+                places = jnp.arange(self.num_groups, dtype=jnp.int32)
+                has_no_gap = jnp.all(may_be_drawn == (places < count))
                 place = lax.platform_dependent(
                     ranks,
                     cpu=lambda ranks: lax.cond(has_no_gap, lambda ranks: ranks, search, ranks),
@@ -314,15 +316,15 @@ def _add(state: GroupedState, entered: jax.Array) -> GroupedState:
         is_real = slot < capacity
         key = gather.read_at(state.key_of, slot[None])[0]
         # The group of the key; or a free place, or that of the group longest without a new item.
-        oldest = jnp.argmin(jnp.where(state.sizes > 0, state.order, -1))
+        oldest = lax.argmin(jnp.where(state.sizes > 0, state.order, -1), 0, jnp.int32)
         is_same = (state.keys == key) & (state.sizes > 0)
         is_known = jnp.any(is_same)
-        group = jnp.where(is_known, jnp.argmax(is_same), oldest).astype(jnp.int32)
+        group = jnp.where(is_known, lax.argmax(is_same, 0, jnp.int32), oldest)
         # Of a group that goes, all items leave; of one that is full, the oldest.
         members = gather.read(state.slots, group[None])[0]
         place = np.arange(per_group, dtype=np.int32)
         kept = jnp.where(is_known, members, capacity)
-        freed = jnp.argmax(kept == capacity)  # 0 if no place is free
+        freed = lax.argmax(kept == capacity, 0, jnp.int32)  # 0 if no place is free
         leaves = jnp.where(is_known & (place != freed), capacity, members)
         # Items keep their order: the new one is last, and takes the place of none, or of the first.
         row = jnp.where(place < freed, kept, jnp.append(kept[1:], slot))

@@ -86,6 +86,8 @@ class Weighted(ShardedSampler, LimitedSampler):
             )
         if not isinstance(self.leaves, tuple):
             raise TypeError(f"leaves: expected a tuple of paths, got {self.leaves!r}.")
+        for path in self.leaves:
+            checks.path("leaves", path)
         checks.choice("normalize", self.normalize, ("batch", None))
 
     def init(self, ring: Ring) -> WeightedState:

@@ -107,7 +107,6 @@ class Sharded:
             raise TypeError(f"mesh: expected a jax.sharding.Mesh or None, got {self.mesh!r}.")
         # Check that everything can be divided among the shards.
         checks.count("shards", self.shards)
-        object.__setattr__(self, "shards", int(self.shards))
         self._check_divides("num_envs", self.buffer.num_envs or 1)
         if self.buffer.batch_size is not None:
             self._check_divides("batch_size", self.buffer.batch_size)

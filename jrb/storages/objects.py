@@ -1,6 +1,8 @@
 """A storage of Python objects on the host."""
 
 import copy
+import gc
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -18,6 +20,8 @@ from jrb.types.messages import PartState
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, object})
 """The types whose objects cannot be changed; of a bare `object()`, only its identity counts."""
+_SHARED = type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType
+"""The types of objects that `copy.deepcopy` does not copy, with all that they refer to."""
 
 
 def object_refusal() -> TypeError:
@@ -82,8 +86,8 @@ class ListStorage(HostStorage):
     Objects are copied when they are written, and again when they are read: the caller may change
     those that were given and those that were returned, with all arrays, lists and attributes in
     them. Copies are those of `copy.deepcopy`, but that arrays of JAX, which cannot be changed, and
-    keys of dicts are not copied; such an array must not be donated. An object that refers to an
-    environment or a model copies this too. A class whose objects never change may have a method
+    keys of plain dicts are not copied; such an array must not be donated. An object that refers to
+    an environment or a model copies this too. A class whose objects never change may have a method
     `__deepcopy__` that returns `self`: they are then shared.
 
     The unit must be `jrb.Transition()`. `jrb.save` takes None, numbers, strings,
@@ -195,8 +199,21 @@ def _copy_part(value: Any, copies: dict[int, Any]) -> Any:
         return array
     if isinstance(value, jax.Array | np.number | np.bool_):
         return value
-    if kind is not np.ndarray:
-        # `deepcopy` would copy arrays of JAX, in 60 us each, unless it finds them among the copies.
-        leaves = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, dict))
-        copies |= {id(leaf): leaf for leaf in leaves if isinstance(leaf, jax.Array)}
+    # `deepcopy` would copy arrays of JAX, in 60 us each, unless it finds them among the copies.
+    copies |= {id(array): array for array in _find_arrays(value)}
     return copy.deepcopy(value, copies)
+
+
+def _find_arrays(value: Any) -> list[jax.Array]:
+    """Returns the arrays of JAX to which a value refers, directly or not; cycles do no harm."""
+    found, seen, remaining = [], set(), [value]
+    while remaining:
+        one = remaining.pop()
+        if id(one) in seen or isinstance(one, _SHARED):
+            continue
+        seen.add(id(one))
+        if isinstance(one, jax.Array):
+            found.append(one)
+        else:
+            remaining += gc.get_referents(one)
+    return found

@@ -76,7 +76,6 @@ class SpillStorage(StoreArrays):
     def __post_init__(self) -> None:
         self.check()
         checks.count("device_capacity", self.device_capacity, 2**31 - 1)
-        object.__setattr__(self, "device_capacity", int(self.device_capacity))
 
     @property
     def requires_chronological(self) -> bool:

@@ -242,6 +242,21 @@ def test_every_part_works_without_jit(parts):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parts", OTHERS, ids=range(len(OTHERS)))
+def test_other_parts_keep_their_dtypes_under_x64(parts):
+    buffer = jrb.ReplayBuffer(14, num_envs=E, batch_size=B, **parts)
+    example, items = ITEM, rows(7, E)
+    if isinstance(buffer.sampler, jrb.Grouped):
+        example, items = ITEM | {"kind": jnp.int32(0)}, items | {"kind": np.int32([[0, 1]] * 7)}
+    with switched("x64"):
+        state = buffer.extend(buffer.init(example), items)
+        state, sample = buffer.draw(state, jax.random.key(0))
+    assert sample.mask.any()
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} & {"int64", "float64"} == set()
+    assert sample.weights.dtype == sample.probabilities.dtype == jnp.float32
+
+
+@pytest.mark.slow
 def test_objects_shards_and_mixes_work_without_jit():
     buffer = jrb.ReplayBuffer(4, batch_size=B, sampler=HELD, storage=jrb.ListStorage())
     with jax.disable_jit():

@@ -308,6 +308,42 @@ def test_parts_of_an_object_that_are_one_stay_one_and_jax_arrays_are_shared():
     assert found[2].image is array and found[3] is array
 
 
+@chex.dataclass
+class Node:
+    above: Any = None
+    below: Any = None
+
+
+def test_objects_that_refer_to_themselves_are_copied():
+    array, root, inner = jnp.ones(2), Node(), []
+    root.below, pair = Node(above=root, below=array), (inner,)
+    inner.append(pair)
+    buffer, state = jrb.from_items([root, pair], batch_size=1, storage=jrb.ListStorage())
+    root, pair = jrb.items(buffer, state)
+    assert root.below.above is root and root.below.below is array
+    assert pair[0][0] is pair
+
+
+def test_objects_that_are_too_deep_are_refused_without_harm():
+    deep = ()
+    for _ in range(20_000):
+        deep = (deep,)
+    buffer = jrb.ReplayBuffer(2, storage=jrb.ListStorage())
+    state = buffer.init(None)
+    depth = _depth()
+    with pytest.raises(TypeError, match=r"copy.deepcopy can copy, got tuple"):
+        buffer.add(state, deep)
+    assert _depth() == depth  # frames that are gone do not count
+    assert int(buffer.size(buffer.add(state, "x"))) == 1
+
+
+def _depth(number=0):
+    try:
+        return _depth(number + 1)
+    except RecursionError:
+        return number
+
+
 class Constant:
     def __deepcopy__(self, copies):
         return self
