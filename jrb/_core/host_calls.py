@@ -162,13 +162,12 @@ def edit(
 
     A batch is a sample or slots, int32 `[B]`; and new leaves by name, or a list of objects.
     """
-    cuts, is_first = None, True
+    cuts = None
     for where, values in batches:
         leaves = {} if isinstance(values, list) else values
         # Ends without a flag are known only to the unit: read them before the flags change.
-        if is_first and editing.flags(buffer, state) & set(leaves):
+        if cuts is None and editing.flags(buffer, state) & set(leaves):
             cuts = editing.cuts(buffer, _with_flags(buffer, state))
-        is_first = False
         after = editing.plan_edit(buffer, for_device(buffer, state), where, leaves)
         rows, slots = state.storage.rows, after.storage.planned
         state = write_rows(state, rows.edit, slots, values, lambda after=after: after)

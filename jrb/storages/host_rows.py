@@ -270,11 +270,6 @@ class HostView(HostState):
         return _number(self.words)
 
     @property
-    def capacity(self) -> int:
-        """N, the number of slots."""
-        return self.rows.capacity
-
-    @property
     def host_bytes(self) -> int:
         """The number of bytes of all rows, on the disk or in memory of the host."""
         return self.rows.capacity * pytree.nbytes(self.rows.spec)
