@@ -48,6 +48,7 @@ Reader = Callable[[int, int], np.ndarray]
 """Returns the rows from a start to a stop, uint8 `[n, width]`; several threads call it."""
 
 _ALIGNMENT = 64  # bytes; XLA takes memory that is aligned so without a copy
+_LARGE = 1 << 16  # bytes of rows that take longer to copy than to align
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +323,9 @@ class BlockArray:
         if highest >= len(mapped):
             mapped = self._map(highest // block + 1)
         if lowest >= 0:
-            return mapped.take(file_rows, 0, None, "clip")  # "raise" would copy once more
+            shape = len(slots), self.spec.width
+            rows = allocate_aligned(shape) if math.prod(shape) >= _LARGE else None
+            return mapped.take(file_rows, 0, rows, "clip")  # "raise" would copy once more
         is_written = file_rows >= 0
         rows = np.zeros((len(slots), self.spec.width), np.uint8)
         rows[is_written] = mapped.take(file_rows[is_written], 0, None, "clip")
