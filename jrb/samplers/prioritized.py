@@ -186,9 +186,10 @@ class Prioritized(PrioritizedSampler, ShardedSampler, LimitedSampler):
         # One scatter for both; those that depart come first, as a slot may do both in one call.
         if not change.consecutive:
             return self._set_priorities(state, (departed, none), (change.entered, new))
-        # The anchors that enter are a slice of the leaves, which needs no scatter.
+        # The written slots are a slice of the leaves, which needs no scatter; not all need enter.
         state = self._set_priorities(state, (departed, none))
-        first = change.entered[0]
+        new = jnp.where(change.entered < ring.capacity, new, _NO_ANCHOR)
+        first: Any = change.incoming and change.incoming.first_slot
         raw = lax.dynamic_update_slice_in_dim(state.raw, new, first, axis=0)
         put = lambda tree, leaves: sum_tree.set_run(tree, first, leaves)
         return self._put_masses(state.replace(raw=raw), new, put)

@@ -206,14 +206,14 @@ def _copy_part(value: Any, copies: dict[int, Any]) -> Any:
 
 def _find_arrays(value: Any) -> list[jax.Array]:
     """Returns the arrays of JAX to which a value refers, directly or not; cycles do no harm."""
-    found, seen, remaining = [], set(), [value]
+    arrays, seen, remaining = [], set(), [value]
     while remaining:
         one = remaining.pop()
         if id(one) in seen or isinstance(one, _SHARED):
             continue
         seen.add(id(one))
         if isinstance(one, jax.Array):
-            found.append(one)
+            arrays.append(one)
         else:
             remaining += gc.get_referents(one)
-    return found
+    return arrays

@@ -317,7 +317,8 @@ class AnchorUpdate:
         reordered: bool `[]`, False if the remaining anchors keep their order (new rank = old rank -
             number of departed anchors before it) and new anchors are appended at the end; else
             True.
-        consecutive: True if `entered` is a run of slots without gaps and padding.
+        consecutive: True if `entered` has the slots of `incoming`, which follow one another from
+            its `first_slot` on, with N in place of those that do not enter.
         expired: a run of slots whose anchors departed, oldest first; some may be in `entered` too.
             None if all of them are.
         most: an upper bound of the number of slots in `expired`; None for N.

@@ -159,6 +159,30 @@ class Apart(types.Unit):
         return raw, plan.info
 
 
+@pytest.mark.parametrize("new_priority", ["max", "largest_held"])
+def test_rows_whose_stack_was_not_kept_have_no_priority(new_priority):
+    """A buffer that begins in the middle of an episode draws only stacks that it has."""
+
+    def step(x):
+        following = {"observation": x + 1, "reward": 0.0, "done": False}
+        return {"observation": x, "next": following}
+
+    old = jrb.ReplayBuffer(1, unit=jrb.Sequence(1))
+    state = old.init(step(0))
+    for x in range(4):
+        state = old.add(state, step(x))
+    sampler = jrb.Prioritized(new_priority=new_priority)
+    new = jrb.ReplayBuffer(8, batch_size=8, sampler=sampler, unit=jrb.FrameStack(3))
+    state = jrb.rebuild(old, state, new)
+    for x, anchors in ((4, 0), (5, 1), (6, 2)):
+        state = new.add(state, step(x))
+        held = [1 if 2 <= slot < 2 + anchors else -1 for slot in range(8)]
+        assert new.priorities(state).tolist() == held
+        assert bool(new.can_sample(state)) == bool(anchors)
+    stacks = np.unique(new.sample(state, jax.random.key(0)).data["observation"], axis=0)
+    assert stacks.tolist() == [[3, 4, 5], [4, 5, 6]]
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("back", [False, True])
 def test_stacks_of_a_unit_that_reads_several_rows_for_an_entry(back):
