@@ -140,14 +140,19 @@ class BlockStore:
             return cls._create(path)
         files.check_system(tempfile.gettempdir())
         _remove_stale(tempfile.gettempdir())
-        path, process = os.path.realpath(tempfile.mkdtemp(prefix=_TEMPORARY)), os.getpid()
-        try:
-            store = cls._create(path)
-        except BaseException:
-            _discard(path, process)
-            raise
-        weakref.finalize(store, _discard, path, process)
-        return store
+        process, attempts = os.getpid(), 3
+        while True:
+            path, attempts = os.path.realpath(tempfile.mkdtemp(prefix=_TEMPORARY)), attempts - 1
+            try:
+                store = cls._create(path)
+            except BaseException as error:
+                _discard(path, process)
+                # Before it was locked, another process may have taken it for that of a dead one.
+                if not attempts or not isinstance(error, LockedError | FileNotFoundError):
+                    raise
+            else:
+                weakref.finalize(store, _discard, path, process)
+                return store
 
     @classmethod
     def _create(cls, path: str) -> "BlockStore":

@@ -115,6 +115,31 @@ def test_what_is_in_use_or_belongs_to_others_stays(temporary):
         assert BlockStore.open_to_read(promised.path).generation == 1
 
 
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_new_store_that_is_taken_for_a_stale_one_is_made_again(
+    temporary, monkeypatch, is_removed
+):
+    """Between making its folder and locking it, another process may clean up."""
+    import fcntl
+
+    lock, others = fcntl.flock, []
+
+    def flock(file, flags):
+        if not others:
+            (path,) = temporary.glob("jrb-temporary-*")
+            others.append(os.open(path / files.LOCK, os.O_RDWR))
+            lock(others[0], flags)
+            if is_removed:
+                commits.remove_files(str(path), commits.belongs_to_store)
+                os.close(others[0])
+        return lock(file, flags)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    store = BlockStore.create(None)
+    store.array("x", Source([], "x", 4, 8))
+    assert store.commit({}, {}) == 1
+
+
 def test_many_processes_may_clean_up_at_once(temporary):
     stale = [temporary / f"jrb-temporary-{number}" for number in range(12)]
     for path in stale:
