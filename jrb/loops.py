@@ -443,7 +443,7 @@ def _size(batch_size: Any) -> int | None:
 
 
 def _names_of(source: type) -> list[str]:
-    """Returns the names of the compiled methods; `take` looks at its arguments."""
+    """Returns the names of the methods to compile: not `take`, which checks the slots' values."""
     return [name for name in METHODS if hasattr(source, name) and name != "take"]
 
 

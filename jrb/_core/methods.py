@@ -1,4 +1,4 @@
-"""The methods of buffers: what each reads and changes, by which others compile and cut them."""
+"""What each method of a buffer reads and changes, so that others can compile it or shard it."""
 
 from typing import NamedTuple
 

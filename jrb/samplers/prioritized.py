@@ -189,7 +189,8 @@ class Prioritized(PrioritizedSampler, ShardedSampler, LimitedSampler):
         # The written slots are a slice of the leaves, which needs no scatter; not all need enter.
         state = self._set_priorities(state, (departed, none))
         new = jnp.where(change.entered < ring.capacity, new, _NO_ANCHOR)
-        first: Any = change.incoming and change.incoming.first_slot
+        written: Any = change.incoming
+        first = written.first_slot
         raw = lax.dynamic_update_slice_in_dim(state.raw, new, first, axis=0)
         put = lambda tree, leaves: sum_tree.set_run(tree, first, leaves)
         return self._put_masses(state.replace(raw=raw), new, put)

@@ -209,11 +209,10 @@ def _find_arrays(value: Any) -> list[jax.Array]:
     arrays, seen, remaining = [], set(), [value]
     while remaining:
         one = remaining.pop()
-        if id(one) in seen or isinstance(one, _SHARED):
-            continue
-        seen.add(id(one))
         if isinstance(one, jax.Array):
             arrays.append(one)
-        else:
+        # An object that copies itself, such as a large model that is shared, is not searched.
+        elif not (id(one) in seen or isinstance(one, _SHARED) or hasattr(one, "__deepcopy__")):
+            seen.add(id(one))
             remaining += gc.get_referents(one)
     return arrays
