@@ -90,8 +90,9 @@ def _plan_slots(
 
 def draw_program(buffer: Buffer) -> Callable[..., Any]:
     """Returns a function that draws; its result is None if some of the arguments are traced."""
-    storage, is_plain = buffer.storage, _reads_plain_items(buffer)
+    storage, is_plain = buffer.storage, _samples_plain_items(buffer)
     choose, assemble = _choose_compiled(buffer), _assemble_compiled(buffer)
+    assemble_items = _assemble_items_compiled(buffer)
 
     def draw_from_host(
         state: Any, key: Any, inputs: DrawInputs, options: dict, is_drawn: Any
@@ -105,24 +106,22 @@ def draw_program(buffer: Buffer) -> Callable[..., Any]:
             if not is_drawn(chosen.mask):
                 return None
             device = chosen.mask.sharding if compat.is_committed(chosen.mask) else None
-            if is_plain:
+            if is_plain and not storage.assembles:
                 data = storage.sample_items(state.storage, chosen.indices, chosen.mask, device)
                 return sampler, chosen.replace(data=data)
             fetched = storage.fetch(rows, state.storage.version, located)
         fetched = to_device(fetched, device)
         half = half.replace(storage=half.storage.replace(fetched=fetched))
+        if is_plain:
+            return sampler, chosen.replace(data=assemble_items(half, chosen.indices))
         return sampler, assemble(half, chosen, key)
 
     return draw_from_host
 
 
-def _reads_plain_items(buffer: Buffer) -> bool:
-    """Returns True if items on the host are sampled as they are stored.
-
-    They are read at the slots of the anchors, and need no second program.
-    """
-    is_plain = buffer.unit.one_row and not buffer.transforms
-    return is_plain and not buffer.storage.assembles
+def _samples_plain_items(buffer: Buffer) -> bool:
+    """Returns True if items are sampled as they are stored, at the slots of the anchors."""
+    return buffer.unit.one_row and not buffer.transforms
 
 
 @per_description("batch_size", "moves")
@@ -143,13 +142,23 @@ def _choose_compiled(
     """
     check(buffer, state)
     sampler, chosen = steps.draw(buffer, state, key, batch_size, inputs, read=False)
-    sampler = sampler if moves else None
-    if _reads_plain_items(buffer):
-        return sampler, steps.assemble(buffer, state, chosen, key, read=False), None
-    return sampler, chosen, steps.locate(buffer, state, chosen, key)
+    sampler, is_plain = sampler if moves else None, _samples_plain_items(buffer)
+    needs_plan = buffer.storage.assembles or not is_plain
+    located = steps.locate(buffer, state, chosen, key) if needs_plan else None
+    if is_plain:
+        chosen = steps.assemble(buffer, state, chosen, key, read=False)
+    return sampler, chosen, located
 
 
 _assemble_compiled = per_description()(standalone_program(steps.assemble))
+
+
+@per_description()
+@standalone_program
+def _assemble_items_compiled(buffer: Buffer, state: BufferState, slots: jax.Array) -> Item:
+    """Makes the items of these slots of what was fetched and of other arrays of the state."""
+    context = steps.context_of(buffer, state.writer)
+    return buffer.storage.read(context, state.storage, lambda name: slots)
 
 
 # Edits.

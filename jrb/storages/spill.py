@@ -45,8 +45,9 @@ def _padded_lengths(sizes: list[int], counts: list[int]) -> list[int]:
 
 def _pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
     """Returns the array with rows of this value appended up to a length."""
-    padding = np.full((length - len(array), *array.shape[1:]), value, array.dtype)
-    return np.concatenate([array, padding])
+    padded = np.empty((length, *array.shape[1:]), array.dtype)
+    padded[: len(array)], padded[len(array) :] = array, value
+    return padded
 
 
 @pytree.component
