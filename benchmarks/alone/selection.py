@@ -4,7 +4,8 @@
 
 Each program of jrb is timed beside its bare computation in JAX, without a buffer, and beside the
 counterpart of TorchRL 0.14, if torchrl is installed; all take turns in one process. A batch has 256
-items of 16 floats, groups have 8 items, and episodes 100.
+items of 16 floats, groups have 8 items, and episodes 100. A cycle adds 64 items, 8 groups, and
+draws a batch; cycles of JAX run in a compiled loop, those of TorchRL in Python.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import jrb
 from ..timing import Program, in_turn, ratio
 
 N, B, K, LENGTH = 100_000, 256, 8, 100
+ROWS, STEPS = 64, 100  # of a cycle, and cycles per call
 RNG = np.random.default_rng(0)
 ITEMS = {
     "prompt": np.arange(N, dtype=np.int32) // K,
@@ -45,21 +47,46 @@ def timed(call: Callable[[], Any], steps: int = 1) -> Program:
     return program
 
 
+def looped(cycle: Callable[[Any, Any, jax.Array], tuple[Any, Any]], state: Any) -> Program:
+    """Returns a compiled loop over `cycle(state, rows, key)`, which returns a state and a batch."""
+
+    def step(carry: Any, key: jax.Array) -> Any:
+        state, data = carry
+        # Made of the last batch, as XLA would fold constants; with new keys of groups.
+        rows = jax.tree.map(lambda leaf: leaf[:ROWS], data)
+        return cycle(state, rows | {"prompt": rows["prompt"] + N}, key), None
+
+    run = jax.jit(lambda carry, keys: jax.lax.scan(step, carry, keys)[0], donate_argnums=0)
+    keys = jax.random.split(jax.random.key(0), STEPS)
+    held = [(state, jax.tree.map(lambda leaf: jnp.asarray(leaf[:B]), ITEMS))]
+
+    def call() -> Any:
+        held[0] = run(held[0], keys)
+        return held[0]
+
+    return timed(call, STEPS)
+
+
 def of_jrb() -> dict[str, Program]:
     """Returns the programs of jrb."""
-    key, samplers = (
-        jax.random.key(0),
-        {
-            "groups": jrb.Grouped("prompt", N // K, K),
-            "staleness": jrb.Weighted(fresh, leaves=("version",)),
-        },
-    )
+    key = jax.random.key(0)
+    samplers = {
+        "groups": jrb.Grouped("prompt", N // K, K),
+        "staleness": jrb.Weighted(fresh, leaves=("version",)),
+    }
     programs = {}
     for name, sampler in samplers.items():
         buffer, state = jrb.from_items(ITEMS, sampler=sampler, batch_size=B)
         context = {} if sampler.reads is None else {"context": jnp.int32(9)}
         sample = jax.jit(buffer.sample)
         programs[name] = timed(lambda s=sample, st=state, c=context: s(st, key, **c))
+
+        def cycle(state: Any, rows: Any, key: Any, buffer: Any = buffer, by: Any = context) -> Any:
+            state = buffer.extend(state, rows)
+            state, sample = buffer.draw(state, key, **by)
+            return state, sample.data
+
+        programs[f"{name}, cycle"] = looped(cycle, jax.tree.map(jnp.copy, state))
     once = jrb.Uniform(replacement=False, max_draws=1)
     buffer, full = jrb.from_items(ITEMS, sampler=once, batch_size=B)
     draw = jax.jit(buffer.draw, donate_argnames="state")
@@ -82,16 +109,28 @@ def of_jax() -> dict[str, Program]:
     items, key = jax.device_put(ITEMS), jax.random.key(0)
     members = jnp.arange(N, dtype=jnp.int32).reshape(-1, K)
 
-    @jax.jit
-    def groups(items: Any, key: jax.Array) -> Any:
+    def groups(items: Any, key: jax.Array, members: jax.Array = members) -> Any:
         group = jax.random.randint(key, (B // K,), 0, N // K)
         return jax.tree.map(lambda leaf: leaf[members[group].reshape(-1)], items)
 
-    @jax.jit
     def staleness(items: Any, key: jax.Array) -> Any:
         total = jnp.cumsum(fresh(items, jnp.zeros(N), jnp.int32(9)))
         at = jnp.searchsorted(total, jax.random.uniform(key, (B,)) * total[-1])
         return jax.tree.map(lambda leaf: leaf[at], items)
+
+    def written(items: Any, rows: Any, cursor: jax.Array) -> Any:
+        put = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, cursor, 0)
+        return jax.tree.map(put, items, rows)
+
+    def groups_cycle(state: Any, rows: Any, key: jax.Array) -> Any:
+        items, members, cursor = state
+        items, slots = written(items, rows, cursor), cursor + jnp.arange(ROWS).reshape(-1, K)
+        members = jax.lax.dynamic_update_slice_in_dim(members, slots, cursor // K, 0)
+        return (items, members, (cursor + ROWS) % (N - ROWS)), groups(items, key, members)
+
+    def staleness_cycle(state: Any, rows: Any, key: jax.Array) -> Any:
+        items = written(state[0], rows, state[1])
+        return (items, (state[1] + ROWS) % (N - ROWS)), staleness(items, key)
 
     order = jax.random.permutation(key, N)
 
@@ -105,9 +144,13 @@ def of_jax() -> dict[str, Program]:
         good = np.flatnonzero(sums >= 5.0)
         return (good[:, None] * LENGTH + np.arange(LENGTH)).reshape(-1)
 
+    draws = {"groups": jax.jit(groups), "staleness": jax.jit(staleness)}
+    copied = lambda: jax.tree.map(jnp.copy, items)
     return {
-        "groups": timed(lambda: groups(items, key)),
-        "staleness": timed(lambda: staleness(items, key)),
+        "groups": timed(lambda: draws["groups"](items, key)),
+        "groups, cycle": looped(groups_cycle, (copied(), jnp.copy(members), jnp.int32(0))),
+        "staleness": timed(lambda: draws["staleness"](items, key)),
+        "staleness, cycle": looped(staleness_cycle, (copied(), jnp.int32(0))),
         "consumption": timed(lambda: consume(items, jnp.int32(B))),
         "returns": timed(returns),
     }
@@ -141,11 +184,19 @@ def of_torchrl() -> dict[str, Program]:
     stale.consumer_version = 9
     staleness = filled(stale)
     once = filled(samplers.ConsumingSampler(1))
-    returns = filled()
+    returns, new = filled(), rows[:ROWS].clone()
+
+    def cycle(buffer: Any) -> Any:
+        new["prompt"] += N
+        buffer.extend(new)
+        return buffer.sample()
+
     good = (traj[("next", "reward")].sum() >= 5.0) & (traj.length >= 50)
     return {
         "groups": timed(groups.sample),
+        "groups, cycle": timed(lambda: cycle(groups)),
         "staleness": timed(staleness.sample),
+        "staleness, cycle": timed(lambda: cycle(staleness)),
         "consumption": timed(once.sample),
         "returns": timed(lambda: returns.query(good)),
     }
@@ -162,7 +213,7 @@ def main() -> None:
         in_turn([program, *others], rounds)
         times = [f"{np.median(one.times) * 1e6:10.0f} us" for one in (program, *others)]
         ratios = [f"{ratio(program, other):8.3f}" for other in others]
-        line = f"{name:12} jrb, bare, TorchRL: {' '.join(times)}; ratios: {' '.join(ratios)}"
+        line = f"{name:16} jrb, bare, TorchRL: {' '.join(times)}; ratios: {' '.join(ratios)}"
         print(line)  # noqa: T201
 
 
