@@ -109,6 +109,7 @@ class BlockStore:
         hashes: the hashes of the blocks of some arrays, as these are now; see `Source`.
         turn: a lock that a write or a commit holds.
         is_ousted: True if another store of this process writes to the folder instead of this one.
+        may_shorten: False if a thread may be reading the ends of the files.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -121,6 +122,7 @@ class BlockStore:
         self.turn: Any = threading.RLock()
         self.hashes: dict[str, np.ndarray] = {}
         self.is_ousted: bool = False
+        self.may_shorten: bool = True
         self._opened: OpenGeneration | None = None  # what a reader reads, which must not expire
         self._lock: Lock | None = None
         self._is_joined = False  # True if another process of the same program has the lock
@@ -565,7 +567,7 @@ class BlockStore:
         Other processes than the one that commits call it after the commit.
         """
         used = self._find_used_positions()
-        for array in self.arrays.values():
+        for array in self.arrays.values() if self.may_shorten else ():
             array.truncate_file()
         return used
 

@@ -140,7 +140,7 @@ class SharedRows:
     Attributes:
         store: the store.
         names: the names of the arrays.
-        drawing: tracks draws, for which writes of other threads wait.
+        drawing: tracks draws and single reads, for which writes of other threads wait.
     """
 
     def __init__(self, store: BlockStore, names: list[str]) -> None:
@@ -174,18 +174,19 @@ class SharedRows:
         Slots are signed integers. Rows that no state has are zeros, or those of a write that was
         taken back. Raises `StaleError` if a row was overwritten after the version.
         """
-        while True:
-            self._undo_cut_write()
-            before = self._marks()
-            rows = self._gather(slots, first)
-            # Checked after the reads, as a row may have been overwritten meanwhile.
-            if version != self._numbers.newest or self.store.is_ousted or len(self._lost):
-                for at in {id(at): at for at in slots}.values():
-                    self._check_unchanged(version, at)
-            # Another thread may have moved a block meanwhile, and reused its position; or a write
-            # was cut off and taken back, some of whose rows were read.
-            if before == self._marks():
-                return rows
+        with self.drawing.enter():
+            while True:
+                self._undo_cut_write()
+                before = self._marks()
+                rows = self._gather(slots, first)
+                # Checked after the reads, as a row may have been overwritten meanwhile.
+                if version != self._numbers.newest or self.store.is_ousted or len(self._lost):
+                    for at in {id(at): at for at in slots}.values():
+                        self._check_unchanged(version, at)
+                # Another thread may have moved a block meanwhile, and reused its position; or a
+                # write was cut off and taken back, some of whose rows were read.
+                if before == self._marks():
+                    return rows
 
     def _marks(self) -> list[Any]:
         """Returns numbers that differ after a read if its rows may be of different moments."""
@@ -213,11 +214,11 @@ class SharedRows:
     def prepare_commit(self, version: int) -> None:
         """Waits for draws of other threads; raises `StaleError` if rows are lost, or newer ones.
 
-        Called while `store.turn` is held. A commit shortens the files, whose ends no thread may
-        read meanwhile.
+        Called while `store.turn` is held. A commit shortens the files unless a thread may still be
+        reading their ends, which would kill the process.
         """
         self.check_newest(version)
-        self.drawing.wait()
+        self.store.may_shorten = self.drawing.wait()
         if len(self._lost):
             raise StaleError(
                 f"{self.store.path}: expected whole rows, found some that were lost, as a write "

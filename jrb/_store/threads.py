@@ -12,6 +12,7 @@ import _thread
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -155,6 +156,7 @@ class Gate:
     def __init__(self) -> None:
         # A lock for each thread inside, by its identifier; the thread releases it when it leaves.
         self.inside: dict[int, threading.Lock] = {}
+        self._late: list[weakref.ref[threading.Lock]] = []  # locks that were waited for in vain
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
@@ -168,8 +170,11 @@ class Gate:
                 self.inside.pop(thread, None)
             lock.release()
 
-    def wait(self) -> None:
-        """Waits until all other threads that are inside now have left, at most `PATIENCE`."""
+    def wait(self) -> bool:
+        """Waits until all other threads that are inside now have left, at most `PATIENCE`.
+
+        Returns True if they have, and all for which an earlier call waited in vain.
+        """
         end = time.monotonic() + PATIENCE
         for thread, lock in list(self.inside.items()):
             if thread == threading.get_ident():
@@ -178,3 +183,6 @@ class Gate:
                 lock.release()
             else:
                 self.inside.pop(thread, None)
+                self._late.append(weakref.ref(lock))
+        self._late = [ref for ref in self._late if (late := ref()) is not None and late.locked()]
+        return not self._late

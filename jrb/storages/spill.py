@@ -45,6 +45,8 @@ def _padded_lengths(sizes: list[int], counts: list[int]) -> list[int]:
 
 def _pad(array: np.ndarray, length: int, value: int) -> np.ndarray:
     """Returns the array with rows of this value appended up to a length."""
+    if len(array) == length:
+        return array
     padded = np.empty((length, *array.shape[1:]), array.dtype)
     padded[: len(array)], padded[len(array) :] = array, value
     return padded

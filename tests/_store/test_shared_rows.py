@@ -1,6 +1,7 @@
 """States that share their rows read what was there at their time, or are told that it is gone."""
 
 import collections
+import contextlib
 import errno
 import itertools
 import os
@@ -28,11 +29,11 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK", 96)
 
 
-def made(path, reserve=0):
+def made(path):
     store = BlockStore.create(path)
     for name, width in WIDTHS.items():
         source = Source([], f"leaf '{name}'", SLOTS, width, None)
-        store.array(name, source, reserve=reserve)
+        store.array(name, source)
     store.keep_open()
     return SharedRows(store, list(WIDTHS))
 
@@ -566,6 +567,67 @@ def test_a_write_waits_for_the_draws_of_other_threads(path, monkeypatch):
     states.check_all()
 
 
+def read_in_a_thread(states, until, monkeypatch):
+    """Starts a read of all rows, which goes on after it has begun when `until()` returns."""
+    began, read_rows, slots = threading.Event(), blocks.BlockArray.read_rows, np.arange(SLOTS)
+
+    def slowly(array, *arguments):
+        if threading.get_ident() == thread.ident:
+            began.set()
+            until()
+        return read_rows(array, *arguments)
+
+    monkeypatch.setattr(blocks.BlockArray, "read_rows", slowly)
+    def read():
+        with contextlib.suppress(StaleError):
+            states.rows.read_rows(states.newest, [slots] * len(WIDTHS))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    assert began.wait(AT_MOST)
+    return thread
+
+
+def test_a_commit_waits_for_reads_that_no_draw_surrounds(path, monkeypatch):
+    """As for those from jitted code: what a mapping reads beyond a file's end kills the process."""
+    states, waits = States(path, "ring", 0), threading.Event()
+    monkeypatch.setattr(threads, "taken_lock", lambda: WatchedLock(waits, is_taken=True))
+    thread = read_in_a_thread(states, lambda: waits.wait(AT_MOST), monkeypatch)
+    with states.rows.store.turn:
+        states.rows.prepare_commit(0)
+        assert not thread.is_alive() or thread.ident not in states.rows.drawing.inside
+    assert waits.is_set()
+    thread.join(AT_MOST)
+
+
+def test_files_are_not_shortened_while_a_read_takes_too_long(path, monkeypatch):
+    states, over = States(path, "ring", 0), threading.Event()
+    monkeypatch.setattr(threads, "PATIENCE", 0.0)
+    everything = [np.full((SLOTS, width), 1, np.uint8) for width in WIDTHS.values()]
+    size = lambda: sum(
+        os.path.getsize(os.path.join(path, "arrays", name))
+        for name in os.listdir(os.path.join(path, "arrays"))
+    )
+    commit = lambda: states.rows.store.commit({}, {}, 0)
+
+    def put_and_commit():
+        states.put(np.arange(SLOTS), everything)
+        with states.rows.store.turn:
+            states.rows.prepare_commit(states.newest)
+            return commit(), size()
+
+    put_and_commit()
+    _, large = put_and_commit()  # blocks are in the second half of the files
+    thread = read_in_a_thread(states, lambda: over.wait(AT_MOST), monkeypatch)
+    assert put_and_commit()[1] == large
+    over.set()
+    thread.join(AT_MOST)
+    states.put(np.arange(2), [data[:2] for data in everything])
+    states.rows.prepare_commit(states.newest)
+    commit()
+    assert size() < large
+
+
 def test_a_draw_that_waits_for_a_write_does_not_hold_up_the_next_one(path, monkeypatch):
     """The next write of the same thread waits for the draw, which must not wait for `turn` then."""
     waits, began, over = threading.Event(), threading.Event(), threading.Event()
@@ -603,11 +665,12 @@ def test_a_draw_that_waits_for_a_write_does_not_hold_up_the_next_one(path, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "random"])
 @pytest.mark.parametrize("with_commits", [False, True])
-def test_writes_at_any_line_of_a_draw_leave_it_old_rows_or_make_it_stale(kind, with_commits, path):
+def test_writes_at_any_line_of_a_draw_leave_it_old_rows_or_make_it_stale(
+    kind, with_commits, path, monkeypatch
+):
     """Another thread writes while this one is stopped at each line of a draw in turn."""
     states, found = States(path, kind, 0), collections.Counter()
-    states.rows.store.close()
-    states.rows = made(path + ".other", reserve=300)  # a file that is cut off under a draw kills it
+    monkeypatch.setattr(threads, "PATIENCE", 0.0)
     states.put(np.arange(SLOTS), [np.ones((SLOTS, w), np.uint8) for w in WIDTHS.values()])
     every = np.arange(SLOTS)
 
@@ -626,7 +689,9 @@ def test_writes_at_any_line_of_a_draw_leave_it_old_rows_or_make_it_stale(kind, w
             slots, rows = states.next_write()
             states.put(slots[:3], [data[:3] for data in rows])
             if with_commits:
-                states.rows.store.commit({}, {})
+                with states.rows.store.turn:
+                    states.rows.prepare_commit(states.newest)
+                    states.rows.store.commit({}, {})
 
     lines = 50
     for trial in itertools.count():
