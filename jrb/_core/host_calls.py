@@ -2,8 +2,8 @@
 
 Each has up to three stages: a compiled plan finds the slots to write or read, the host writes or
 reads their rows, and the rest is compiled again. In compiled parts, states have the outline of the
-rows in their place (see `jrb.storages.host_rows`). Inside `jit`, the same storages call the host
-back.
+rows in their place (see `jrb.storages.host_rows`); such a state is called `half` here. Inside
+`jit`, the same storages call the host back.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -138,7 +138,8 @@ def _choose_compiled(
 
     Returns:
         The sampler's state, or None unless it `moves`; the `Draw`, or the sample without its data
-        if items are sampled as they are stored; and where the host reads, or None for the anchors.
+        if items are sampled as they are stored; and where the host reads, or None if it reads whole
+        items at the slots of the anchors.
     """
     check(buffer, state)
     sampler, chosen = steps.draw(buffer, state, key, batch_size, inputs, read=False)
@@ -156,7 +157,7 @@ _assemble_compiled = per_description()(standalone_program(steps.assemble))
 @per_description()
 @standalone_program
 def _assemble_items_compiled(buffer: Buffer, state: BufferState, slots: jax.Array) -> Item:
-    """Makes the items of these slots of what was fetched and of other arrays of the state."""
+    """Makes the items of anchors, one row each, of what was fetched and of arrays of the state."""
     context = steps.context_of(buffer, state.writer)
     return buffer.storage.read(context, state.storage, lambda name: slots)
 

@@ -96,7 +96,7 @@ class BlockArray:
     """An array of an open store.
 
     Attributes:
-        name: such as `items/uint32`.
+        name: such as `storage/arrays/uint32`.
         spec: its rows and its file.
         positions: int64 `[K]`, the position of each block.
         checksums: uint64 `[K]`, of the bytes of each block; 0 for a block without a position.
@@ -115,7 +115,7 @@ class BlockArray:
         self._folder, self._turn = folder, threading.Lock()
         self._committed: np.ndarray = np.zeros(0, np.bool_)  # positions of kept generations
         self._used: np.ndarray = np.zeros(0, np.bool_)  # committed positions, and those in use now
-        self._is_unhashed: np.ndarray = np.zeros(spec.num_blocks, np.bool_)
+        self._lacks_checksum: np.ndarray = np.zeros(spec.num_blocks, np.bool_)
         self._is_synced, self._has_failed = True, False
         self.reserved: int = 0
         self._open_file: list[int] = []  # the file, if it stays open for writes
@@ -239,7 +239,7 @@ class BlockArray:
             if is_new and is_zero(part):
                 continue
             checksum = checksum_of(part)
-            if is_new or self._is_unhashed[number] or checksum != self.checksums[number]:
+            if is_new or self._lacks_checksum[number] or checksum != self.checksums[number]:
                 yield number, part, checksum
 
     def write_blocks(self, blocks: list[tuple[int, np.ndarray, int]]) -> None:
@@ -260,7 +260,7 @@ class BlockArray:
                 _libc().sync_file_range(file, min(taken) * size, length, 2)  # only begins to write
         for (block, _, checksum), position in zip(blocks, taken, strict=True):
             self.positions[block], self.checksums[block] = position, checksum
-            self._is_unhashed[block] = False
+            self._lacks_checksum[block] = False
         self.moves += 1
 
     def read_tasks(self, target: np.ndarray) -> Iterator[Callable[[], None]]:
@@ -297,7 +297,7 @@ class BlockArray:
             raise DamagedError(f"{where}: expected {offset + target.size} bytes, found {size}.")
         files.read_at(file, self.path, offset, target.data)
         checksum, expected = checksum_of(target), self.checksums.item(block)
-        if checksum != expected and not self._is_unhashed[block]:
+        if checksum != expected and not self._lacks_checksum[block]:
             raise DamagedError(
                 f"{where}: expected the checksum {expected:016x}, found {checksum:016x}: the bytes "
                 f"from {offset} on were damaged."
@@ -415,12 +415,12 @@ class BlockArray:
 
     def sync(self) -> None:
         """Computes the missing checksums, and makes all writes durable."""
-        if self._is_synced and not self._is_unhashed.any():
+        if self._is_synced and not self._lacks_checksum.any():
             return
         with self.open(os.O_RDWR) as file:
-            for block in np.flatnonzero(self._is_unhashed).tolist():
+            for block in np.flatnonzero(self._lacks_checksum).tolist():
                 self.checksums[block] = checksum_of(self.read_block(block))
-                self._is_unhashed[block] = False
+                self._lacks_checksum[block] = False
             if self._has_failed:
                 self._rewrite(file)
             self._has_failed = True  # until the sync below succeeds
@@ -467,11 +467,11 @@ class RowWrite:
         if self.in_place:
             with array.open(os.O_RDWR) as file:
                 for number, first, rows in self.in_place:
-                    array._is_unhashed[number] = True
+                    array._lacks_checksum[number] = True
                     offset = (array.positions.item(number) * block + first) * width
                     files.write_at(file, array.path, offset, rows.reshape(-1).data)
         for number, position in self.moved.items():
-            array._is_unhashed[number] = True
+            array._lacks_checksum[number] = True
             array.positions[number] = position
             array.moves += 1
 

@@ -55,9 +55,9 @@ def save(
 
     A reader sees the old checkpoint or the new one, never a mixture, also after a crash at any
     moment. Only blocks (of up to 256 kB) in which something has changed since the last save to this
-    path are written. They are found by checksums of all arrays in memory, so that changes which you
-    make to arrays by hand are saved too; JAX arrays that are the very objects of the last save are
-    not looked at.
+    path are written. They are found by checksums of all arrays in memory, or by hashes that an
+    accelerator computes, so that changes which you make to arrays by hand are saved too; JAX arrays
+    that are the very objects of the last save are not looked at.
 
     If `path` is that of the buffer's own storage on the host (`jrb.MemmapStorage`), this is a
     commit: rows are in their files already, and the time depends only on how many have changed.

@@ -5,7 +5,8 @@ the compiled rest. Inside `jit`, the host is called back. Outside, `jrb._core.ho
 in between, and the compiled parts get states with the outline of the rows in their place: writes
 then only plan their slots, and reads take what was fetched.
 
-The number of the write that made a state is its *version*, an int; later writes have larger ones.
+A state has a *version*, an int that grows with each write: for rows on a disk, the number of rows
+that were written before it.
 """
 
 import abc
@@ -262,7 +263,7 @@ class HostView(HostState):
     # The high and the low word of the version, uint32 [2]; None in compiled parts.
     words: jax.Array | None = pytree.cursor()
     rows: Any = pytree.static(default=None)
-    fetched: Any = None  # the rows that the host has read, before the compiled rest of a read
+    fetched: Any = None  # what `fetch` has returned, before the compiled rest of a read
 
     @property
     def version(self) -> int:
