@@ -37,7 +37,7 @@ from jrb._store.commits import (
     Table,
 )
 from jrb._store.files import DamagedError, Folder, Lock, LockedError, StaleError, VersionError
-from jrb._store.threads import run_all
+from jrb._store.threads import Gate, run_all
 
 Progress = Callable[[float], None]
 """A function that is called with the share of the work that is done, from 0 to 1."""
@@ -47,6 +47,9 @@ HASHES = ".hashes/"
 
 writing: "weakref.WeakValueDictionary[str, BlockStore]" = weakref.WeakValueDictionary()
 """The stores that this process writes to for longer than one save, by their folders."""
+
+_gates: "weakref.WeakValueDictionary[str, Gate]" = weakref.WeakValueDictionary()
+"""The gates of the stores of this process, by their folders."""
 
 _TEMPORARY = "jrb-temporary-"
 """The prefix of folders of temporary stores; each process removes those that dead ones left."""
@@ -108,8 +111,9 @@ class BlockStore:
         arrays: the arrays in blocks as they are now, by name.
         hashes: the hashes of the blocks of some arrays, as these are now; see `Source`.
         turn: a lock that a write or a commit holds.
+        readers: tracks the threads that read from a mapping of the files, for all stores of this
+            process that have the same path.
         is_ousted: True if another store of this process writes to the folder instead of this one.
-        may_shorten: False if a thread may be reading the ends of the files.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -121,8 +125,8 @@ class BlockStore:
         self.arrays: dict[str, BlockArray] = {}
         self.turn: Any = threading.RLock()
         self.hashes: dict[str, np.ndarray] = {}
+        self.readers: Gate = _gates.setdefault(folder.path, Gate())
         self.is_ousted: bool = False
-        self.may_shorten: bool = True
         self._opened: OpenGeneration | None = None  # what a reader reads, which must not expire
         self._lock: Lock | None = None
         self._is_joined = False  # True if another process of the same program has the lock
@@ -567,8 +571,10 @@ class BlockStore:
         Other processes than the one that commits call it after the commit.
         """
         used = self._find_used_positions()
-        for array in self.arrays.values() if self.may_shorten else ():
-            array.truncate_file()
+        # To read a mapping beyond the end of its file would kill the process.
+        if self.readers.wait():
+            for array in self.arrays.values():
+                array.truncate_file()
         return used
 
 

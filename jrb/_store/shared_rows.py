@@ -140,13 +140,14 @@ class SharedRows:
     Attributes:
         store: the store.
         names: the names of the arrays.
-        drawing: tracks draws and single reads, for which writes of other threads wait.
+        drawing: tracks draws and single reads, for which writes of other threads wait; that of the
+            store.
     """
 
     def __init__(self, store: BlockStore, names: list[str]) -> None:
         self.store: BlockStore = store
         self.names: list[str] = names
-        self.drawing: Gate = Gate()
+        self.drawing: Gate = store.readers
         self._arrays = [store.arrays[name] for name in names]
         self._slots = self._arrays[0].spec.rows
         self._numbers = SlotNumbers(self._slots)
@@ -176,6 +177,8 @@ class SharedRows:
         """
         with self.drawing.enter():
             while True:
+                if self.store.is_ousted:  # the other store may have shortened the files
+                    raise self._stale_error()
                 self._undo_cut_write()
                 before = self._marks()
                 rows = self._gather(slots, first)
@@ -205,20 +208,18 @@ class SharedRows:
         if len(self._lost):
             is_gone |= np.isin(slots, self._lost)
         if self.store.is_ousted or is_gone.any():
-            raise StaleError(
-                f"{self.store.path}: expected a state whose rows are still there, got one of which "
-                "some that were asked for were overwritten since. Draw from the state that the "
-                "last write returned, or load the path again."
-            )
+            raise self._stale_error()
+
+    def _stale_error(self) -> StaleError:
+        return StaleError(
+            f"{self.store.path}: expected a state whose rows are still there, got one of which "
+            "some that were asked for were overwritten since. Draw from the state that the last "
+            "write returned, or load the path again."
+        )
 
     def prepare_commit(self, version: int) -> None:
-        """Waits for draws of other threads; raises `StaleError` if rows are lost, or newer ones.
-
-        Called while `store.turn` is held. A commit shortens the files unless a thread may still be
-        reading their ends, which would kill the process.
-        """
+        """Raises `StaleError` if rows are lost, or newer ones; `store.turn` is held."""
         self.check_newest(version)
-        self.store.may_shorten = self.drawing.wait()
         if len(self._lost):
             raise StaleError(
                 f"{self.store.path}: expected whole rows, found some that were lost, as a write "
@@ -323,7 +324,7 @@ class SharedRows:
     def _undo_cut_write(self) -> None:
         """Takes back a write that was cut off, if there is one."""
         last = self._last
-        if last is None or last.is_over:
+        if last is None or last.is_over or self.store.is_ousted:
             return
         # Another thread may be making the write just now. A draw does not wait for its `turn`: the
         # thread may take that for its next write, and wait for this draw to be over.
@@ -333,7 +334,8 @@ class SharedRows:
             return
         with self.store.turn:
             last = self._last
-            if last is None or last.is_over:  # another thread has taken it back meanwhile
+            # Another thread has taken it back meanwhile, or the files are another store's.
+            if last is None or last.is_over or self.store.is_ousted:
                 return
             self._num_changes |= 1
             for array, slots, rows in last.rows:

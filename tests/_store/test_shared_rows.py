@@ -578,6 +578,7 @@ def read_in_a_thread(states, until, monkeypatch):
         return read_rows(array, *arguments)
 
     monkeypatch.setattr(blocks.BlockArray, "read_rows", slowly)
+
     def read():
         with contextlib.suppress(StaleError):
             states.rows.read_rows(states.newest, [slots] * len(WIDTHS))
@@ -593,10 +594,9 @@ def test_a_commit_waits_for_reads_that_no_draw_surrounds(path, monkeypatch):
     states, waits = States(path, "ring", 0), threading.Event()
     monkeypatch.setattr(threads, "taken_lock", lambda: WatchedLock(waits, is_taken=True))
     thread = read_in_a_thread(states, lambda: waits.wait(AT_MOST), monkeypatch)
-    with states.rows.store.turn:
-        states.rows.prepare_commit(0)
-        assert not thread.is_alive() or thread.ident not in states.rows.drawing.inside
+    states.rows.store.commit({}, {})
     assert waits.is_set()
+    assert thread.ident not in states.rows.drawing.inside
     thread.join(AT_MOST)
 
 
@@ -612,9 +612,7 @@ def test_files_are_not_shortened_while_a_read_takes_too_long(path, monkeypatch):
 
     def put_and_commit():
         states.put(np.arange(SLOTS), everything)
-        with states.rows.store.turn:
-            states.rows.prepare_commit(states.newest)
-            return commit(), size()
+        return commit(), size()
 
     put_and_commit()
     _, large = put_and_commit()  # blocks are in the second half of the files
@@ -623,7 +621,6 @@ def test_files_are_not_shortened_while_a_read_takes_too_long(path, monkeypatch):
     over.set()
     thread.join(AT_MOST)
     states.put(np.arange(2), [data[:2] for data in everything])
-    states.rows.prepare_commit(states.newest)
     commit()
     assert size() < large
 
@@ -689,9 +686,7 @@ def test_writes_at_any_line_of_a_draw_leave_it_old_rows_or_make_it_stale(
             slots, rows = states.next_write()
             states.put(slots[:3], [data[:3] for data in rows])
             if with_commits:
-                with states.rows.store.turn:
-                    states.rows.prepare_commit(states.newest)
-                    states.rows.store.commit({}, {})
+                states.rows.store.commit({}, {})
 
     lines = 50
     for trial in itertools.count():
@@ -847,6 +842,51 @@ def test_rows_of_a_generation_are_those_that_were_committed(path):
         found = rows.read_rows(0, [np.arange(SLOTS)] * len(WIDTHS))
         for one, expected in zip(found, data, strict=True):
             np.testing.assert_array_equal(one, expected)
+
+
+def test_a_store_that_was_ousted_reads_no_files_that_the_other_one_shortened(path):
+    """A read beyond the end of a file would kill the process."""
+    states = States(path, "ring", 0)
+    every, everything = np.arange(SLOTS), [np.ones((SLOTS, w), np.uint8) for w in WIDTHS.values()]
+    for _ in range(2):  # then blocks are in the second half of the files
+        states.put(every, everything)
+        states.rows.store.commit({}, {}, 0)
+    other = SharedRows(BlockStore.open_to_read(path), list(WIDTHS))
+    other.write_rows(0, every, everything)
+    other.store.commit({}, {}, 0)
+    with pytest.raises(StaleError):
+        states.rows.read_rows(states.newest, [every] * len(WIDTHS))
+    other.store.close()
+
+
+def test_a_store_that_was_ousted_takes_no_write_back(path):
+    """Its files are those of the other store."""
+    every, everything = np.arange(SLOTS), [np.ones((SLOTS, w), np.uint8) for w in WIDTHS.values()]
+    twos, threes = ([data * np.uint8(number) for data in everything] for number in (2, 3))
+    at, num_cut = [every] * len(WIDTHS), 0
+    for line in itertools.count(20, 40):
+        states = States(f"{path}{line}", "ring", 0)
+        states.put(every, everything)
+        states.rows.store.commit({}, {}, 0)
+        states.put(every, everything)
+        trace = Interrupt(HERE, line)
+        sys.settrace(trace)
+        with contextlib.suppress(KeyboardInterrupt):
+            states.rows.write_rows(states.newest, every, threes)
+        sys.settrace(None)
+        num_cut += not states.rows._last.is_over
+        other = SharedRows(BlockStore.open_to_read(states.rows.store.path), list(WIDTHS))
+        version = other.write_rows(0, every, twos)
+        states.rows.undo_last_write(states.newest)
+        with pytest.raises(StaleError):
+            states.rows.read_rows(states.newest, at)
+        with pytest.raises(StaleError):
+            states.rows.check_newest(states.newest)
+        assert all(map(np.array_equal, other.read_rows(version, at), twos))
+        other.store.close()
+        if trace.lines < line:
+            break
+    assert num_cut > 3
 
 
 def test_of_two_stores_the_one_that_writes_later_goes_on(path):
