@@ -48,8 +48,8 @@ HASHES = ".hashes/"
 writing: "weakref.WeakValueDictionary[str, BlockStore]" = weakref.WeakValueDictionary()
 """The stores that this process writes to for longer than one save, by their folders."""
 
-_gates: "weakref.WeakValueDictionary[str, Gate]" = weakref.WeakValueDictionary()
-"""The gates of the stores of this process, by their folders."""
+gates: "weakref.WeakValueDictionary[str, Gate]" = weakref.WeakValueDictionary()
+"""Which threads read rows from mappings of the files, by the folders of stores."""
 
 _TEMPORARY = "jrb-temporary-"
 """The prefix of folders of temporary stores; each process removes those that dead ones left."""
@@ -111,8 +111,6 @@ class BlockStore:
         arrays: the arrays in blocks as they are now, by name.
         hashes: the hashes of the blocks of some arrays, as these are now; see `Source`.
         turn: a lock that a write or a commit holds.
-        readers: tracks the threads that read from a mapping of the files, for all stores of this
-            process that have the same path.
         is_ousted: True if another store of this process writes to the folder instead of this one.
     """
 
@@ -125,7 +123,6 @@ class BlockStore:
         self.arrays: dict[str, BlockArray] = {}
         self.turn: Any = threading.RLock()
         self.hashes: dict[str, np.ndarray] = {}
-        self.readers: Gate = _gates.setdefault(folder.path, Gate())
         self.is_ousted: bool = False
         self._opened: OpenGeneration | None = None  # what a reader reads, which must not expire
         self._lock: Lock | None = None
@@ -572,7 +569,8 @@ class BlockStore:
         """
         used = self._find_used_positions()
         # To read a mapping beyond the end of its file would kill the process.
-        if self.readers.wait():
+        gate = gates.get(self.path)
+        if gate is None or gate.wait():
             for array in self.arrays.values():
                 array.truncate_file()
         return used

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._store.block_store import BlockStore
+from jrb._store.block_store import BlockStore, gates
 from jrb._store.blocks import BlockArray, RowWrite, find_runs
 from jrb._store.files import StaleError
 from jrb._store.threads import PATIENCE, Gate, taken_lock
@@ -140,14 +140,14 @@ class SharedRows:
     Attributes:
         store: the store.
         names: the names of the arrays.
-        drawing: tracks draws and single reads, for which writes of other threads wait; that of the
-            store.
+        drawing: tracks draws and single reads, for which writes of other threads wait; that of all
+            stores of this process that have the same path.
     """
 
     def __init__(self, store: BlockStore, names: list[str]) -> None:
         self.store: BlockStore = store
         self.names: list[str] = names
-        self.drawing: Gate = store.readers
+        self.drawing: Gate = gates.setdefault(store.path, Gate())
         self._arrays = [store.arrays[name] for name in names]
         self._slots = self._arrays[0].spec.rows
         self._numbers = SlotNumbers(self._slots)
