@@ -353,13 +353,14 @@ class Prioritized(PrioritizedSampler, ShardedSampler, LimitedSampler):
     ) -> PrioritizedState:
         """Takes over priorities, also pending ones, drops, alpha, and the count of refusals."""
         priorities, waiting = old.raw[slots], state.waiting
+        is_dropped = (priorities == DROPPED) & (state.raw[new_slots] != _NO_ANCHOR)
         if waiting is not None and old.waiting is not None:
             waiting = waiting.at[new_slots].set(old.waiting[slots])
         # Alpha first, as `assign` computes masses with it.
         state = state.replace(alpha=old.alpha, refused=old.refused, waiting=waiting)
         state = self.assign(state, new_slots, priorities, old.highest)
         # `assign` leaves negative priorities out, so these are set afterwards.
-        index = jnp.where(priorities == DROPPED, new_slots, state.raw.size)
+        index = jnp.where(is_dropped, new_slots, state.raw.size)
         raw = state.raw.at[index].set(DROPPED, mode="drop")
         return self._put_masses(state.replace(raw=raw), raw, sum_tree.set_all)
 

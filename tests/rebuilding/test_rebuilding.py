@@ -97,6 +97,19 @@ def test_what_was_dropped_stays_so_and_what_waits_keeps_what_it_was_given():
     assert new.priorities(back)[:5].tolist() == [1.0, -2.0, 3.0, 4.0, -1.0]
 
 
+def test_what_was_dropped_and_is_no_anchor_any_more_enters_like_others():
+    flags, whole = jnp.zeros(7, bool), jrb.Sequence(2)
+    items = {"next": {"reward": jnp.zeros(7), "done": flags}}
+    old, state = jrb.from_items(items, unit=whole, sampler=jrb.Prioritized(), batch_size=2)
+    state = old.drop(state, jnp.array([1, 3]))
+    new = dataclasses.replace(old, unit=jrb.Sequence(2, stride=3))
+    back = jrb.rebuild(old, state, new)
+    assert new.priorities(back).tolist() == [1.0, -1.0, -1.0, -2.0, -1.0, -1.0, -1.0]
+    # An episode that ends earlier shifts the anchors.
+    back = new.set(back, jnp.array([0]), {"next": {"done": jnp.array([True])}})
+    assert new.priorities(back).tolist() == [-1.0, 1.0, -1.0, -1.0, 1.0, -1.0, -1.0]
+
+
 def test_stacks_whose_first_frames_may_be_gone_are_not_drawn():
     old, state = filled()
     new = dataclasses.replace(old, unit=jrb.FrameStack(3), batch_size=64)
