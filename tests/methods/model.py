@@ -19,6 +19,7 @@ class Model:
         self.sampler = samplers.of(buffer, rule.all_held)
         self.sampler.time_of = lambda row: (self.writer.lanes[row.env].index(row), row.env)
         self.sampler.entered = self.entered
+        self.sampler.lanes = lambda: self.writer.lanes
 
     def at(self, slot):
         return self.writer.held().get(int(slot))

@@ -313,10 +313,11 @@ class Queue(Alike):
         if same and self.sampler.stride == old.sampler.stride:
             self.rows = old.rows
             return
-        # Counted anew, from the oldest row that is held.
-        for row in anchors:
-            row.nth = self.time_of(row)[0]
-        self.rows = 1 + max((row.nth for row in anchors), default=-1)
+        # Counted anew, from the oldest row that is held, also those that are no anchors yet.
+        self.rows = 0
+        for lane in self.lanes():
+            for self.rows, row in enumerate(lane, 1):
+                row.nth = self.rows - 1
 
     def draw(self, anchors, slots, real):
         want = self.may(anchors)[: len(slots)]
