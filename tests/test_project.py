@@ -36,7 +36,7 @@ PUBLIC = ["jrb", *(f"jrb.{name}" for name in jrb.__all__ if inspect.ismodule(get
 PUBLIC += [f"jrb.{name}" for name in ("authoring", "compat.flashbax", "keys", "sharding")]
 PUBLIC += [f"jrb.{name}" for name in ("samplers", "storages", "units", "writers")]
 
-LINES, FILES, CHAIN, HELPERS = 45_100, 189, 10, 38
+LINES, FILES, CHAIN, HELPERS = 45_150, 189, 10, 38
 """Limits of the package's size; one line in 25 is a comment that says what a block achieves."""
 
 

@@ -48,8 +48,10 @@ HASHES = ".hashes/"
 writing: "weakref.WeakValueDictionary[str, BlockStore]" = weakref.WeakValueDictionary()
 """The stores that this process writes to for longer than one save, by their folders."""
 
-gates: "weakref.WeakValueDictionary[str, Gate]" = weakref.WeakValueDictionary()
+_gates: "weakref.WeakValueDictionary[str, Gate]" = weakref.WeakValueDictionary()
 """Which threads read rows from mappings of the files, by the folders of stores."""
+
+_registry = threading.Lock()  # held while a save begins, and `writing` or `_gates` change
 
 _TEMPORARY = "jrb-temporary-"
 """The prefix of folders of temporary stores; each process removes those that dead ones left."""
@@ -128,6 +130,7 @@ class BlockStore:
         self._lock: Lock | None = None
         self._is_joined = False  # True if another process of the same program has the lock
         self._num_files = 0  # files made since the last commit
+        self._saver: weakref.ref[Any] | None = None  # the save that is under way
         self._identity: Any = None  # of the generation that the arrays are those of
         self._owners: dict[str, weakref.ref[Any]] = {}  # of the arrays that were put
 
@@ -290,28 +293,30 @@ class BlockStore:
     def _take_over(self) -> None:
         """Takes the lock; a store of this process that has it hands it over, and is stale."""
         self._check_newest()
-        rival = writing.get(self.path)
-        if rival is not None and (rival._lock is None or not rival.folder.is_same(self.folder)):
-            rival = None
-        # The rival keeps its reference to the lock until this store has it: an interrupt in between
-        # must not drop the lock.
-        taken = Lock(self.folder) if rival is None else rival.oust()
-        try:
-            taken.check()
-            self._check_newest()
-            commits.check_own_files(self.folder)
-            self._find_used_positions()
-            self._lock = taken
-            writing[self.path] = self
-            if rival is not None:
-                rival._lock = None
-        except BaseException:
-            self._lock = None
-            if rival is None:
-                taken.release()
-            else:
-                rival._lock, rival.is_ousted, writing[self.path] = taken, False, rival
-            raise
+        with _registry:  # no two stores take the lock from the same one
+            rival, taken = writing.get(self.path), None
+            if rival is not None and (rival._lock is None or not rival.folder.is_same(self.folder)):
+                rival = None
+            # The rival keeps its reference to the lock until this store has it: an interrupt in
+            # between must not drop the lock.
+            try:
+                taken = Lock(self.folder) if rival is None else rival.oust()
+                taken.check()
+                self._check_newest()
+                commits.check_own_files(self.folder)
+                self._find_used_positions()
+                self._lock = taken
+                writing[self.path] = self
+                if rival is not None:
+                    rival._lock = None
+            except BaseException:
+                self._lock = None
+                if rival is not None:
+                    lock = taken or rival._lock
+                    rival._lock, rival.is_ousted, writing[self.path] = lock, False, rival
+                elif taken is not None:
+                    taken.release()
+                raise
         if self._opened is not None:
             self._opened.close()  # otherwise this process would keep it from expiring
 
@@ -320,8 +325,25 @@ class BlockStore:
         with self.turn:
             if self._lock is None:
                 raise StaleError(f"{self.path}: expected a store that writes.")
+            self._check_not_saving()
             self.is_ousted = True
             return self._lock
+
+    def begin_save(self, save: object) -> None:
+        """Makes this the only save of the store until `end_save`, or raises `LockedError`."""
+        with _registry:
+            self._check_not_saving()
+            self._saver = weakref.ref(save)  # an interrupted save may not reach its end
+        self.ensure_writer()
+
+    def end_save(self, save: object) -> None:
+        """Lets other saves begin."""
+        if self._saver is not None and self._saver() is save:
+            self._saver = None
+
+    def _check_not_saving(self) -> None:
+        if self._saver is not None and self._saver() is not None:
+            raise LockedError(f"{self.path}: another thread is saving there. Wait for its end.")
 
     def _check_newest(self) -> None:
         """Raises if somebody has saved since the store was opened."""
@@ -569,11 +591,17 @@ class BlockStore:
         """
         used = self._find_used_positions()
         # To read a mapping beyond the end of its file would kill the process.
-        gate = gates.get(self.path)
+        gate = _gates.get(self.path)
         if gate is None or gate.wait():
             for array in self.arrays.values():
                 array.truncate_file()
         return used
+
+
+def gate_of(path: str) -> Gate:
+    """Returns the gate of all stores of this process in a folder."""
+    with _registry:
+        return _gates.setdefault(path, Gate())
 
 
 def find_damages(path: str, progress: Progress = no_progress) -> list[str]:
@@ -655,6 +683,8 @@ def _discard(path: str, process: int) -> None:
 
 def _forget_writers() -> None:
     """Keeps a forked process from writing to the stores of its parent."""
+    global _registry
+    _registry = threading.Lock()
     for store in list(writing.values()):
         store.turn = threading.RLock()  # a thread that this process does not have may hold it
     writing.clear()

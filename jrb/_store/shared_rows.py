@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._store.block_store import BlockStore, gates
+from jrb._store.block_store import BlockStore, gate_of
 from jrb._store.blocks import BlockArray, RowWrite, find_runs
 from jrb._store.files import StaleError
 from jrb._store.threads import PATIENCE, Gate, taken_lock
@@ -147,7 +147,7 @@ class SharedRows:
     def __init__(self, store: BlockStore, names: list[str]) -> None:
         self.store: BlockStore = store
         self.names: list[str] = names
-        self.drawing: Gate = gates.setdefault(store.path, Gate())
+        self.drawing: Gate = gate_of(store.path)
         self._arrays = [store.arrays[name] for name in names]
         self._slots = self._arrays[0].spec.rows
         self._numbers = SlotNumbers(self._slots)

@@ -156,7 +156,7 @@ class Gate:
     def __init__(self) -> None:
         # A lock for each thread inside, by its identifier; the thread releases it when it leaves.
         self.inside: dict[int, threading.Lock] = {}
-        self._late: list[weakref.ref[threading.Lock]] = []  # locks that were waited for in vain
+        self._late: set[weakref.ref[threading.Lock]] = set()  # those that were waited for in vain
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
@@ -182,7 +182,10 @@ class Gate:
             if lock.acquire(timeout=max(0.0, end - time.monotonic())):
                 lock.release()
             else:
-                self.inside.pop(thread, None)
-                self._late.append(weakref.ref(lock))
-        self._late = [ref for ref in self._late if (late := ref()) is not None and late.locked()]
+                self._late.add(weakref.ref(lock))
+                if self.inside.get(thread) is lock:  # otherwise the thread is inside once more
+                    self.inside.pop(thread, None)
+        for ref in list(self._late):
+            if (late := ref()) is None or not late.locked():
+                self._late.discard(ref)
         return not self._late

@@ -161,6 +161,8 @@ def _hdf5() -> ModuleType:
 # Saving in the background.
 
 _running: dict[str, "Save"] = {}  # without a lock, as an interrupt could leave that taken
+if hasattr(os, "register_at_fork"):  # a forked process has no thread that would end a save
+    os.register_at_fork(after_in_child=_running.clear)
 
 
 class Save:

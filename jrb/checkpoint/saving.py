@@ -390,7 +390,7 @@ class SaveJob:
         def take_lock() -> None:
             if self._own is not None:
                 self._store = self._own.store
-                self._store.ensure_writer()
+                self._store.begin_save(self)
             elif is_leader:
                 self._store = BlockStore.open_to_save(self._path)
 
@@ -452,6 +452,8 @@ class SaveJob:
         """Releases the lock, unless it is that of the state's own storage, and all copies."""
         if self._store is not None and self._own is None:
             self._store.close()
+        elif self._store is not None:
+            self._store.end_save(self)
         self._write, self._small = None, {}
 
     def __enter__(self) -> Self:

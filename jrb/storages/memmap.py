@@ -216,7 +216,7 @@ class MemmapStorage(StoreArrays):
     that they loaded as long as they hold its state, however many commits follow, and the files keep
     these rows for them. If a file is truncated meanwhile, the process crashes. If a process loads a
     path that it writes already, the state that is written to first stays valid, and the other
-    becomes stale.
+    becomes stale, even if that write fails.
 
     In a process, one thread may write while others draw. Outside `jit`, a write waits for draws
     and saves that are under way, at most a second. After a later write, or one inside `jit`, such a

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from jrb._store import blocks, files, shared_rows, threads
+from jrb._store import block_store, blocks, files, shared_rows, threads
 from jrb._store.block_store import BlockStore, Source
 from jrb._store.files import StaleError
 from jrb._store.shared_rows import SharedRows, SlotNumbers
@@ -887,6 +887,33 @@ def test_a_store_that_was_ousted_takes_no_write_back(path):
         if trace.lines < line:
             break
     assert num_cut > 3
+
+
+def test_two_stores_take_over_one_after_the_other(path, monkeypatch):
+    states, waits = States(path, "ring", 0), threading.Event()
+    states.put(*states.next_write())
+    states.rows.store.commit({}, {})
+    slots, ones = np.arange(4), [np.ones((4, width), np.uint8) for width in WIDTHS.values()]
+    one, other = (SharedRows(BlockStore.open_to_read(path), list(WIDTHS)) for _ in range(2))
+    twos = [data + np.uint8(1) for data in ones]
+    thread = threading.Thread(target=other.write_rows, args=(0, slots, twos))
+    monkeypatch.setattr(block_store, "_registry", WatchedLock(waits))
+    find = BlockStore._find_used_positions
+
+    def slowly(store):
+        if store is one.store and not thread.ident:
+            thread.start()
+            assert waits.wait(AT_MOST)
+        return find(store)
+
+    monkeypatch.setattr(BlockStore, "_find_used_positions", slowly)
+    one.write_rows(0, slots, ones)
+    thread.join(AT_MOST)
+    with pytest.raises(StaleError):
+        one.write_rows(4, slots, ones)
+    found = other.read_rows(4, [slots] * len(WIDTHS))
+    assert all(map(np.array_equal, found, twos))
+    other.store.close()
 
 
 def test_of_two_stores_the_one_that_writes_later_goes_on(path):

@@ -517,7 +517,20 @@ def test_a_draw_that_never_ends_is_not_waited_for_twice(monkeypatch):
     one.wait()
     assert not one.inside
     monkeypatch.setattr(threads, "PATIENCE", AT_MOST)
-    one.wait()
+    assert one.wait()  # and the lock is gone
+
+
+def test_a_late_draw_is_known_until_it_is_over(monkeypatch):
+    one, late, again = Gate(), threads.taken_lock(), threads.taken_lock()
+    monkeypatch.setattr(threads, "PATIENCE", 0.0)
+    one.inside[-1] = late
+    assert not one.wait()
+    assert not one.wait()
+    one.inside[-1] = again  # the thread's next draw
+    late.release()
+    assert not one.wait()
+    again.release()
+    assert one.wait()
 
 
 def test_an_older_generation_whose_version_was_damaged_stops_no_save(path):

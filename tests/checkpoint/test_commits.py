@@ -47,6 +47,52 @@ def test_a_write_in_the_middle_of_a_commit_is_noticed(tmp_path, monkeypatch, sto
     assert loaded() == list(range(8))
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_no_other_save_or_takeover_begins_while_a_storage_is_saved(tmp_path, monkeypatch, storage):
+    path = tmp_path / "store"
+    buffer, state, loaded = small(path, storage)
+    jrb.save(path, buffer, state)
+    state, (same_buffer, again) = buffer.add(state, {"x": 8}), jrb.load(path)
+    refused = []
+
+    def attempts():
+        for act in (
+            lambda: jrb.save(path, buffer, state),
+            lambda: checkpoint.save_async(path, buffer, state),
+            lambda: same_buffer.add(again, {"x": 99}),
+            lambda: jrb.save(path, same_buffer, again),
+        ):
+            with pytest.raises(checkpoint.LockedError, match="another thread is saving"):
+                act()
+            refused.append(act)
+
+    with monkeypatch.context() as patch:
+        before_the_arrays_are_written(patch, attempts)
+        jrb.save(path, buffer, state)
+    assert len(refused) == 4
+    assert loaded() == list(range(1, 9))
+    with pytest.raises(jrb.StaleError):
+        same_buffer.add(again, {"x": 99})
+    jrb.save(path, buffer, buffer.add(state, {"x": 9}))
+    assert loaded() == list(range(2, 10))
+
+
+def test_an_interrupted_save_lets_the_next_one_begin(tmp_path, monkeypatch):
+    path = tmp_path / "store"
+    buffer, state, loaded = small(path, "memmap")
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        before_the_arrays_are_written(patch, interrupt)
+        with pytest.raises(KeyboardInterrupt) as kept:  # with the frames of the save
+            jrb.save(path, buffer, state)
+    assert jrb.save(path, buffer, state) == 1
+    assert loaded() == list(range(8))
+    del kept
+
+
 def test_a_save_waits_for_the_device_without_the_turn(tmp_path):
     # A callback of the program that makes the version may need the turn itself.
     buffer, state, loaded = small(tmp_path / "store", "memmap")
