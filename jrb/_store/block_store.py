@@ -51,7 +51,7 @@ writing: "weakref.WeakValueDictionary[str, BlockStore]" = weakref.WeakValueDicti
 _gates: "weakref.WeakValueDictionary[str, Gate]" = weakref.WeakValueDictionary()
 """Which threads read rows from mappings of the files, by the folders of stores."""
 
-_registry = threading.Lock()  # held while a save begins, and `writing` or `_gates` change
+_registry = threading.RLock()  # held while a save begins, and `writing` or `_gates` change
 
 _TEMPORARY = "jrb-temporary-"
 """The prefix of folders of temporary stores; each process removes those that dead ones left."""
@@ -684,7 +684,7 @@ def _discard(path: str, process: int) -> None:
 def _forget_writers() -> None:
     """Keeps a forked process from writing to the stores of its parent."""
     global _registry
-    _registry = threading.Lock()
+    _registry = threading.RLock()
     for store in list(writing.values()):
         store.turn = threading.RLock()  # a thread that this process does not have may hold it
     writing.clear()
