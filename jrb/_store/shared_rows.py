@@ -338,6 +338,8 @@ class SharedRows:
             if last is None or last.is_over or self.store.is_ousted:
                 return
             self._num_changes |= 1
+            for array in self._arrays:  # a block may have moved without being counted
+                array.moves += 1
             for array, slots, rows in last.rows:
                 array.write_rows(slots, rows)
             self._lost = last.lost if last.is_kept else np.union1d(last.lost, last.slots)

@@ -436,6 +436,30 @@ def test_a_write_that_is_interrupted_at_any_line_has_not_happened(
     assert interrupts > 50
 
 
+@pytest.mark.slow
+def test_a_write_that_moved_a_block_and_was_interrupted_is_seen_when_it_is_made_again(path):
+    """At every line; the blocks were in order before, so that reads needed no positions."""
+    every, everything = np.arange(SLOTS), [np.ones((SLOTS, w), np.uint8) for w in WIDTHS.values()]
+    slots, twos = every[3:5], [data[3:5] * np.uint8(2) for data in everything]
+    for line in itertools.count(1):
+        states = States(f"{path}{line}", "ring", 0)
+        states.put(every, everything)
+        states.rows.store.commit({}, {})
+        states.check(SLOTS, [every] * len(WIDTHS))
+        trace = Interrupt(HERE, line)
+        sys.settrace(trace)
+        with contextlib.suppress(KeyboardInterrupt):
+            states.rows.write_rows(SLOTS, slots, twos)
+        sys.settrace(None)
+        states.rows.undo_last_write(SLOTS)
+        states.put(slots, twos)
+        assert states.check(states.newest, [every] * len(WIDTHS)), line
+        states.rows.store.close()
+        if trace.lines < line:
+            break
+    assert line > 200
+
+
 # Threads.
 
 
