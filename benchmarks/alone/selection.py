@@ -47,7 +47,7 @@ def timed(call: Callable[[], Any], steps: int = 1) -> Program:
     return program
 
 
-def looped(cycle: Callable[[Any, Any, jax.Array], tuple[Any, Any]], state: Any) -> Program:
+def compile_loop(cycle: Callable[[Any, Any, jax.Array], tuple[Any, Any]], state: Any) -> Program:
     """Returns a compiled loop over `cycle(state, rows, key)`, which returns a state and a batch."""
 
     def step(carry: Any, key: jax.Array) -> Any:
@@ -58,11 +58,11 @@ def looped(cycle: Callable[[Any, Any, jax.Array], tuple[Any, Any]], state: Any) 
 
     run = jax.jit(lambda carry, keys: jax.lax.scan(step, carry, keys)[0], donate_argnums=0)
     keys = jax.random.split(jax.random.key(0), STEPS)
-    held = [(state, jax.tree.map(lambda leaf: jnp.asarray(leaf[:B]), ITEMS))]
+    last = [(state, jax.tree.map(lambda leaf: jnp.asarray(leaf[:B]), ITEMS))]
 
     def call() -> Any:
-        held[0] = run(held[0], keys)
-        return held[0]
+        last[0] = run(last[0], keys)
+        return last[0]
 
     return timed(call, STEPS)
 
@@ -86,7 +86,7 @@ def of_jrb() -> dict[str, Program]:
             state, sample = buffer.draw(state, key, **by)
             return state, sample.data
 
-        programs[f"{name}, cycle"] = looped(cycle, jax.tree.map(jnp.copy, state))
+        programs[f"{name}, cycle"] = compile_loop(cycle, jax.tree.map(jnp.copy, state))
     once = jrb.Uniform(replacement=False, max_draws=1)
     buffer, full = jrb.from_items(ITEMS, sampler=once, batch_size=B)
     draw = jax.jit(buffer.draw, donate_argnames="state")
@@ -118,18 +118,18 @@ def of_jax() -> dict[str, Program]:
         at = jnp.searchsorted(total, jax.random.uniform(key, (B,)) * total[-1])
         return jax.tree.map(lambda leaf: leaf[at], items)
 
-    def written(items: Any, rows: Any, cursor: jax.Array) -> Any:
+    def write_rows(items: Any, rows: Any, cursor: jax.Array) -> Any:
         put = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, cursor, 0)
         return jax.tree.map(put, items, rows)
 
     def groups_cycle(state: Any, rows: Any, key: jax.Array) -> Any:
         items, members, cursor = state
-        items, slots = written(items, rows, cursor), cursor + jnp.arange(ROWS).reshape(-1, K)
+        items, slots = write_rows(items, rows, cursor), cursor + jnp.arange(ROWS).reshape(-1, K)
         members = jax.lax.dynamic_update_slice_in_dim(members, slots, cursor // K, 0)
         return (items, members, (cursor + ROWS) % (N - ROWS)), groups(items, key, members)
 
     def staleness_cycle(state: Any, rows: Any, key: jax.Array) -> Any:
-        items = written(state[0], rows, state[1])
+        items = write_rows(state[0], rows, state[1])
         return (items, (state[1] + ROWS) % (N - ROWS)), staleness(items, key)
 
     order = jax.random.permutation(key, N)
@@ -145,12 +145,14 @@ def of_jax() -> dict[str, Program]:
         return (good[:, None] * LENGTH + np.arange(LENGTH)).reshape(-1)
 
     draws = {"groups": jax.jit(groups), "staleness": jax.jit(staleness)}
-    copied = lambda: jax.tree.map(jnp.copy, items)
+    copy_items = lambda: jax.tree.map(jnp.copy, items)
     return {
         "groups": timed(lambda: draws["groups"](items, key)),
-        "groups, cycle": looped(groups_cycle, (copied(), jnp.copy(members), jnp.int32(0))),
+        "groups, cycle": compile_loop(
+            groups_cycle, (copy_items(), jnp.copy(members), jnp.int32(0))
+        ),
         "staleness": timed(lambda: draws["staleness"](items, key)),
-        "staleness, cycle": looped(staleness_cycle, (copied(), jnp.int32(0))),
+        "staleness, cycle": compile_loop(staleness_cycle, (copy_items(), jnp.int32(0))),
         "consumption": timed(lambda: consume(items, jnp.int32(B))),
         "returns": timed(returns),
     }

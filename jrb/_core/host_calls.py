@@ -143,10 +143,10 @@ def _choose_compiled(
     """
     check(buffer, state)
     sampler, chosen = steps.draw(buffer, state, key, batch_size, inputs, read=False)
-    sampler, is_plain = sampler if moves else None, _samples_plain_items(buffer)
-    needs_plan = buffer.storage.assembles or not is_plain
-    located = steps.locate(buffer, state, chosen, key) if needs_plan else None
-    if is_plain:
+    sampler, located, is_plain = sampler if moves else None, None, _samples_plain_items(buffer)
+    if buffer.storage.assembles or not is_plain:
+        located = steps.locate(buffer, state, chosen, key)
+    if is_plain:  # all of the sample but its data is known before the host reads
         chosen = steps.assemble(buffer, state, chosen, key, read=False)
     return sampler, chosen, located
 
